@@ -1,0 +1,74 @@
+# Needs python3 with pip, and git. Everything else is installed into .uv and .venv, pinned by the hashes in requirements/.
+# PYTHON=... names the Python to start from; it also becomes that of .venv if it is 3.12 or newer.
+
+PYTHON_GIVEN := $(PYTHON)
+PYTHON ?= python3
+UV := .uv/bin/uv
+
+# In this directory pyenv offers only the version that .python-version names. Let it offer all that it has.
+PYENV_VERSIONS := $(shell pyenv versions --bare 2>/dev/null | sort -rV | paste -sd: -)
+ifneq ($(PYENV_VERSIONS),)
+export PYENV_VERSION ?= $(PYENV_VERSIONS)
+endif
+
+.PHONY: help
+help:
+	@echo "make train   train a small GPT-2 with MARS-AdamW on this machine's CPU"
+	@echo "make test    the whole test suite"
+	@echo "make check   format, lint and types"
+	@echo "make venv    only the environment, .venv, that the others make too"
+	@echo "make lock    pin new dependencies in requirements/ (UPGRADE=--upgrade moves all of them)"
+	@echo "make clean   remove .venv, .uv, caches and runs"
+
+.PHONY: train
+train: venv
+	.venv/bin/python -m levanter_mars.main.quickstart --config config/mars_gpt2_nano.yaml
+
+# Two workers, because most of the time goes into compilation, which uses one core.
+.PHONY: test
+test: venv
+	.venv/bin/python -m pytest -n 2 $(PYTEST_ARGS)
+
+.PHONY: check
+check: venv
+	.venv/bin/ruff format --check
+	.venv/bin/ruff check
+	.venv/bin/pyrefly check
+
+.PHONY: venv
+venv: .venv/.installed
+
+.venv/.installed: .venv/pyvenv.cfg requirements/cpu.txt pyproject.toml src/levanter_optim/levanter_mars.py
+	$(UV) pip sync --python .venv --require-hashes requirements/cpu.txt
+	$(UV) pip install --python .venv --no-deps --no-build-isolation --editable .
+	@touch $@
+
+FIND := $(UV) python find --no-project --system --no-python-downloads
+NO_PYTHON := Python 3.12 or newer is needed and was neither found nor could be downloaded: install it, or name it with make PYTHON=...
+
+.venv/pyvenv.cfg: | $(UV)
+	@python=$$({ $(if $(PYTHON_GIVEN),$(PYTHON_GIVEN) -c 'import sys; print(sys.executable); sys.exit(sys.version_info < (3, 12))' ||) \
+	  $(FIND) 3.12 || $(FIND) '>=3.12' || { UV_HTTP_TIMEOUT=30 $(UV) python install 3.12 && $(UV) python find --no-project 3.12; }; } 2>/dev/null | tail -n 1); \
+	if [ -z "$$python" ]; then echo "$(NO_PYTHON)" >&2; exit 1; fi; \
+	$(UV) venv --clear --python "$$python" .venv
+
+# Not in a virtual environment of its own: Debian's python3 comes without the means to make one.
+$(UV): requirements/uv.txt
+	@$(PYTHON) -m pip --version >/dev/null 2>&1 || { echo "'$(PYTHON) -m pip' does not run: install Python with pip, or name one that has it with make PYTHON=..." >&2; exit 1; }
+	@rm -rf .uv
+	PIP_ROOT_USER_ACTION=ignore PIP_REQUIRE_VIRTUALENV=0 PIP_USER=0 \
+	  $(PYTHON) -m pip install --quiet --require-hashes --only-binary :all: --target .uv -r requirements/uv.txt
+	@touch $@
+
+COMPILE := .uv/bin/uv pip compile --quiet --universal --python-version 3.12 --generate-hashes --no-emit-index-url --custom-compile-command "make lock" $(UPGRADE)
+
+.PHONY: lock
+lock: $(UV)
+	$(COMPILE) pyproject.toml --extra test --output-file requirements/cpu.txt
+	$(COMPILE) pyproject.toml --extra gpu --output-file requirements/gpu.txt
+	$(COMPILE) pyproject.toml --extra tpu --output-file requirements/tpu.txt
+	echo uv | $(COMPILE) - --constraint requirements/cpu.txt --output-file requirements/uv.txt
+
+.PHONY: clean
+clean:
+	rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis runs

@@ -1,0 +1,8 @@
+"""What holds for every test, set before anything imports JAX or a Hugging Face library."""
+
+import os
+
+# Tolerances are those of float32 on the CPU, and two workers would each take a whole GPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# A test that asks the hub for something fails at once, and does not depend on the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
