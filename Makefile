@@ -44,19 +44,22 @@ venv: .venv/.installed
 	@touch $@
 
 FIND := $(UV) python find --no-project --system --no-python-downloads
-NO_PYTHON := Python 3.12 or newer is needed and was neither found nor could be downloaded: install it, or name it with make PYTHON=...
+IS_NEW := -c 'import sys; sys.version_info >= (3, 12) or sys.exit(1); print(sys.executable)'
+NO_PYTHON := Python 3.12 or newer is needed and could be neither found nor downloaded: install it, or name it with make PYTHON=...
 
 .venv/pyvenv.cfg: | $(UV)
-	@python=$$({ $(if $(PYTHON_GIVEN),$(PYTHON_GIVEN) -c 'import sys; print(sys.executable); sys.exit(sys.version_info < (3, 12))' ||) \
-	  $(FIND) 3.12 || $(FIND) '>=3.12' || { UV_HTTP_TIMEOUT=30 $(UV) python install 3.12 && $(UV) python find --no-project 3.12; }; } 2>/dev/null | tail -n 1); \
-	if [ -z "$$python" ]; then echo "$(NO_PYTHON)" >&2; exit 1; fi; \
-	$(UV) venv --clear --python "$$python" .venv
+	@python=$$({ $(if $(PYTHON_GIVEN),$(PYTHON_GIVEN) $(IS_NEW) ||) $(FIND) 3.12 || $(FIND) '>=3.12'; } 2>/dev/null); \
+	if [ -z "$$python" ]; then \
+	  echo "Found no Python 3.12 or newer, trying to download one"; \
+	  python=$$({ UV_HTTP_TIMEOUT=30 $(UV) python install 3.12 && $(FIND) 3.12; } 2>/dev/null) || { echo "$(NO_PYTHON)" >&2; exit 1; }; \
+	fi; \
+	$(UV) venv --quiet --clear --python "$$python" .venv
 
 # Not in a virtual environment of its own: Debian's python3 comes without the means to make one.
 $(UV): requirements/uv.txt
 	@$(PYTHON) -m pip --version >/dev/null 2>&1 || { echo "'$(PYTHON) -m pip' does not run: install Python with pip, or name one that has it with make PYTHON=..." >&2; exit 1; }
 	@rm -rf .uv
-	PIP_ROOT_USER_ACTION=ignore PIP_REQUIRE_VIRTUALENV=0 PIP_USER=0 \
+	PIP_ROOT_USER_ACTION=ignore PIP_REQUIRE_VIRTUALENV=0 PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 \
 	  $(PYTHON) -m pip install --quiet --require-hashes --only-binary :all: --target .uv -r requirements/uv.txt
 	@touch $@
 
