@@ -23,7 +23,7 @@ PLUGIN = "levanter/optim/levanter_mars.py"
 def run(*command: str | Path, cwd: Path) -> str:
     # Installers act on these, and a test run may have set them: the first chooses an environment, the others a Python path.
     env = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{command} exited with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
