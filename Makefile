@@ -18,7 +18,7 @@ help:
 	@echo "make check   format, lint and types"
 	@echo "make venv    only the environment, .venv, that the others make too"
 	@echo "make lock    pin new dependencies in requirements/ (UPGRADE=--upgrade moves all of them)"
-	@echo "make clean   remove .venv, .uv, caches and runs"
+	@echo "make clean   remove .venv, .uv and caches; what was trained stays"
 
 .PHONY: train
 train: venv
@@ -74,4 +74,4 @@ lock: $(UV)
 
 .PHONY: clean
 clean:
-	rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis runs
+	rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis
