@@ -108,7 +108,9 @@ def describe(params: PyTree, axis_roles: RolesOrFn | None = None) -> PyTree[Para
     """
     described = list(_walk(params, path=(), stacked=(), declared=None))
     if axis_roles is not None:
-        roles = axis_roles(params) if callable(axis_roles) else axis_roles
+        # A tree of roles in the form of a model can be callable too, as its model is. A function is a leaf.
+        is_function = callable(axis_roles) and jax.tree_util.all_leaves([axis_roles])
+        roles = axis_roles(params) if is_function else axis_roles
         described = [
             _describe(found.path, x, given, stacked) if given is not _AS_DECLARED else found
             for (found, x, stacked), given in zip(described, _roles_per_array(roles, params), strict=True)
