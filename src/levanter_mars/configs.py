@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import jax.numpy as jnp
 import optax
 from draccus.utils import ParsingError
 from levanter.optim.config import LrSchedule, OptimizerConfig
 
+from levanter_mars.correction import Clip
 from levanter_mars.optimizers import mars_adamw
 from levanter_mars.ranges import NOT_NEGATIVE, POSITIVE, RANGES, Range, check_ranges
 
@@ -65,7 +67,7 @@ class MarsAdamWConfig(OptimizerConfig):
                 beta2_1d=self.beta2_1d,
                 weight_decay_1d=self.weight_decay_1d,
                 max_grad_norm=self.max_grad_norm,
-                correction_clip=self.correction_clip,
+                correction_clip=cast(Clip | None, self.correction_clip),
                 correction_clip_norm=self.correction_clip_norm,
                 weight_decay_mask=self.build_weight_decay_mask(),
             )

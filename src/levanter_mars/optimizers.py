@@ -8,7 +8,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from levanter_mars.correction import Clip, approximate_correction, clip_correction
+from levanter_mars.correction import Clip, apply_clip_factor, approximate_correction, with_clip_factor
 from levanter_mars.parameters import RolesOrFn, describe
 from levanter_mars.preconditioners import scale_by_adam
 from levanter_mars.ranges import ranges_checked
@@ -60,7 +60,7 @@ def mars_adamw(
         beta2_1d: decay rate of the second moment of what is no matrix.
         weight_decay_1d: decay of what is no matrix, norms and biases included.
         max_grad_norm: clip the raw gradient to this global norm before anything else (1 in the published runs); None for off.
-        correction_clip: what the clip's norm is over: "tensor" (each tensor by its own), "global" (all corrected ones together), None for off.
+        correction_clip: "tensor" clips each corrected tensor by its own norm, "global" all of them by their common norm, None none.
         correction_clip_norm: the largest norm that the clip lets through.
         weight_decay_mask: which parameters `weight_decay` applies to, as in `optax.adamw`; None for all.
         axis_roles: what the caller knows better than the modules; see `levanter_mars.parameters.describe`.
@@ -69,23 +69,20 @@ def mars_adamw(
         ValueError: if a value is out of range, in a sentence that names it, the value and the range.
     """
     mars = optax.chain(
-        approximate_correction(beta1, gamma),
-        clip_correction(correction_clip, correction_clip_norm, axis_roles),
+        approximate_correction(beta1, gamma, correction_clip, correction_clip_norm, axis_roles),
         scale_by_adam(beta1, beta2, epsilon, amsgrad=amsgrad),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
     adamw = optax.chain(
+        apply_clip_factor(),
         scale_by_adam(beta1_1d, beta2_1d, epsilon, amsgrad=amsgrad),
         optax.add_decayed_weights(weight_decay_1d),
         optax.scale_by_learning_rate(learning_rate_1d),
     )
     rules = functools.partial(assign_rules, optimize_1d=optimize_1d, axis_roles=axis_roles)
-    return optax.chain(
-        optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm),
-        optax.partition({"mars": mars, "adamw": adamw}, rules),
-        _keep_dtype(),
-    )
+    by_rule = optax.partition({"mars": mars, "adamw": adamw}, rules)
+    return optax.chain(with_clip_factor(max_grad_norm, by_rule, axis_roles), _keep_dtype())
 
 
 def assign_rules(params: PyTree, *, optimize_1d: bool, axis_roles: RolesOrFn | None = None) -> PyTree[Rule]:

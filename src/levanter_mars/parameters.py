@@ -50,7 +50,10 @@ def vector(features: AxisRef | tuple[AxisRef, ...]) -> AxisRoles:
 
 
 RolesOrFn = PyTree[AxisRoles | None] | Callable[[PyTree], PyTree[AxisRoles | None]]
-"""A tree of AxisRoles that is a prefix of the parameters' tree, or a function of the parameters that returns one. None means: as the modules say."""
+"""A tree of AxisRoles that is a prefix of the parameters' tree, or a function of the parameters that returns one.
+
+None in the place of AxisRoles means: as the modules say.
+"""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def describe(params: PyTree, axis_roles: RolesOrFn | None = None) -> PyTree[Para
 
 
 def map_parameters(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, axis_roles: RolesOrFn | None = None) -> PyTree:
-    """`jax.tree.map` over whole parameters: calls `fn(parameter, x, *xs)` with the Parameter and the array (named where it is) of each tree."""
+    """`jax.tree.map` over whole parameters: calls `fn(parameter, x, *xs)` with the Parameter and each tree's array or NamedArray."""
     return jax.tree.map(fn, describe(tree, axis_roles), tree, *rest)
 
 
@@ -230,7 +233,7 @@ def _describe(path: str, x: Any, roles: AxisRoles | None, stacked: tuple[_Stack,
 
 
 def _roles_of_named_array(names: tuple[str, ...], stacked: tuple[_Stack, ...]) -> AxisRoles:
-    """An array of no known module: named axes say nothing of inputs and outputs, so it is a matrix only if its module is taught to say so."""
+    """An array of no known module: its axes' names say nothing of inputs and outputs, so it is no matrix unless its module says so."""
     layers = {name for name, _ in stacked}
     features = tuple(name for name in names if name not in layers)
     return vector(features) if len(features) <= 1 else AxisRoles("other", outputs=features)

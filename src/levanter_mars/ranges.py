@@ -5,12 +5,9 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import jax
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Range(NamedTuple):
@@ -57,7 +54,7 @@ def check_ranges(values: Mapping[str, Any], ranges: Mapping[str, Range] = RANGES
             raise ValueError(f"{name} is {value!r}; it must be {ranges[name].allowed}")
 
 
-def ranges_checked(fn: Callable[P, T]) -> Callable[P, T]:
+def ranges_checked[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
     """Makes a function check its arguments, defaults included, against RANGES before it runs."""
     signature = inspect.signature(fn)
 
