@@ -2,16 +2,27 @@
 
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 import optax
 from draccus.utils import ParsingError
+from jaxtyping import PyTree
 from levanter.optim.config import LrSchedule, OptimizerConfig
 
 from levanter_mars.correction import Clip
-from levanter_mars.optimizers import mars_adamw
+from levanter_mars.optimizers import assign_rules, mars_adamw
 from levanter_mars.ranges import NOT_NEGATIVE, POSITIVE, RANGES, Range, check_ranges
+
+
+class Rule(NamedTuple):
+    """What one parameter gets from an optimizer."""
+
+    name: str
+    learning_rate_factor: float
+    """Its learning rate over the schedule's."""
+    weight_decay: float
 
 
 @OptimizerConfig.register_subclass("mars-adamw")
@@ -48,6 +59,19 @@ class MarsAdamWConfig(OptimizerConfig):
 
     def __post_init__(self):
         _check(self, "mars-adamw")
+
+    def rules(self, params: PyTree) -> PyTree[Rule]:
+        """What every parameter gets, in a tree that is a prefix of `params` (a model, or its shapes)."""
+        mask = self.build_weight_decay_mask()
+        labels = assign_rules(params, optimize_1d=self.optimize_1d)
+        decayed = jax.tree.map(lambda _: True, labels) if mask is None else mask(params)
+
+        def rule(label: str, is_decayed: bool) -> Rule:
+            if label == "mars":
+                return Rule("mars-adamw", 1.0, self.weight_decay if is_decayed else 0.0)
+            return Rule("adamw", self.learning_rate_1d / self.learning_rate, self.weight_decay_1d)
+
+        return jax.tree.map(rule, labels, decayed)
 
     def build(self, num_train_steps: int) -> optax.GradientTransformationExtraArgs:
         schedule = self.lr_scheduler(num_train_steps)

@@ -13,7 +13,7 @@ from levanter_mars.parameters import RolesOrFn, describe
 from levanter_mars.preconditioners import scale_by_adam
 from levanter_mars.ranges import ranges_checked
 
-Rule = Literal["mars", "adamw"]
+Label = Literal["mars", "adamw"]
 
 
 @ranges_checked
@@ -85,7 +85,7 @@ def mars_adamw(
     return optax.chain(with_clip_factor(max_grad_norm, by_rule, axis_roles), _keep_dtype())
 
 
-def assign_rules(params: PyTree, *, optimize_1d: bool, axis_roles: RolesOrFn | None = None) -> PyTree[Rule]:
+def assign_rules(params: PyTree, *, optimize_1d: bool, axis_roles: RolesOrFn | None = None) -> PyTree[Label]:
     """Names the rule that every parameter follows, in a tree that is a prefix of `params`, as `optax.partition` takes it."""
     return jax.tree.map(lambda parameter: "mars" if optimize_1d or parameter.kind == "matrix" else "adamw", describe(params, axis_roles))
 
