@@ -49,3 +49,9 @@ def gaussian_like(tree, *, seed: int, scale: float = 1.0):
     """A tree of normal arrays of standard deviation `scale`, as a stand-in for weights and gradients."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(scale * rng.standard_normal(x.shape), x.dtype), tree)
+
+
+def weights_like(model_shapes, *, seed: int):
+    """A model of real, random weights from one of shapes; what is no array stays."""
+    arrays, rest = eqx.partition(model_shapes, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    return eqx.combine(gaussian_like(arrays, seed=seed), rest)

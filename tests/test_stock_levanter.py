@@ -1,4 +1,4 @@
-"""Stock Levanter's command trains with our type in its YAML: on one device, on eight, in two processes, and with its own types as before."""
+"""Stock Levanter's command trains with our type in its YAML: on one device, on eight, in two processes; its own types train as before."""
 
 import numpy as np
 import pytest
