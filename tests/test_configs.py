@@ -1,0 +1,256 @@
+"""`optimizer: {type: mars-adamw, ...}`: that every field counts, that bad values are named at once, and which rates are set when."""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import math
+
+import draccus
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import jax.random as jrandom
+import numpy as np
+import pytest
+import stock
+from draccus.utils import DecodingError, ParsingError
+from levanter.optim.config import AdamConfig, OptimizerConfig
+from levanter.optim.mars import MarsConfig
+from models import gaussian_like
+
+import levanter_mars.configs
+from levanter_mars import MarsAdamWConfig, mars_adamw
+from levanter_mars.parameters import describe
+
+STEPS = 12
+
+
+def decode(**fields) -> OptimizerConfig:
+    return draccus.decode(OptimizerConfig, {"type": "mars-adamw", **fields})
+
+
+def test_registered_beside_levanters_own():
+    assert type(decode()) is MarsAdamWConfig
+    assert draccus.decode(OptimizerConfig, {"type": "mars"}) == MarsConfig()
+    assert draccus.decode(OptimizerConfig, {"type": "adam"}) == AdamConfig()
+    assert OptimizerConfig.default_choice_name() == "adam"
+
+
+def test_importing_by_either_route_is_harmless():
+    plugin = importlib.import_module("levanter.optim.levanter_mars")
+    importlib.reload(plugin)
+    OptimizerConfig.register_subclass("mars-adamw", levanter_mars.configs.MarsAdamWConfig)
+    assert OptimizerConfig.get_choice_class("mars-adamw") is MarsAdamWConfig
+
+
+def test_a_name_that_is_taken_is_an_error():
+    with pytest.raises(ValueError, match="Cannot register .*AdamConfig.* as mars-adamw because .*MarsAdamWConfig.* is already registered"):
+        OptimizerConfig.register_subclass("mars-adamw", AdamConfig)
+
+
+def test_parsed_config_survives_its_own_encoding():
+    config = decode(learning_rate=1e-3, correction_clip=None, max_grad_norm=None, learning_rate_1d=5e-4)
+    assert draccus.decode(OptimizerConfig, draccus.encode(config, OptimizerConfig)) == config
+
+
+def test_the_functions_defaults_are_the_configs():
+    defaults = {name: p.default for name, p in inspect.signature(mars_adamw).parameters.items() if p.default is not inspect.Parameter.empty}
+    fields = {f.name: f.default for f in dataclasses.fields(MarsAdamWConfig)}
+    differing = {name: (value, fields[name]) for name, value in defaults.items() if name in fields and fields[name] != value}
+    assert differing == {"max_grad_norm": (None, 1.0)}
+    assert set(defaults) - set(fields) == {"weight_decay_mask", "axis_roles"}
+
+
+DECAY_RATE = "at least 0 and below 1"
+NOT_NEGATIVE = "a finite number of at least 0"
+POSITIVE = "a finite number above 0"
+STEPS_OR_FRACTION = "a fraction between 0 and 1 or a whole number of steps"
+SCHEDULES = "one of constant, cosine, inv, inv_sqrt, inv_sqrt_decay, linear, polynomial, power"
+BETAS = ["beta1", "beta2", "beta1_1d", "beta2_1d"]
+
+# What both the function and the config refuse: (field, value, what is allowed).
+BAD_VALUES = [
+    *[(beta, value, DECAY_RATE) for beta in BETAS for value in (1.0, 1.5, -0.1, math.nan)],
+    ("gamma", -0.025, NOT_NEGATIVE),
+    ("gamma", math.inf, NOT_NEGATIVE),
+    ("epsilon", 0.0, POSITIVE),
+    ("epsilon", -1e-8, POSITIVE),
+    ("correction_clip", "layer", '"tensor", "global", or null for off'),
+    ("correction_clip_norm", 0.0, POSITIVE),
+    ("learning_rate", -0.001, {"function": NOT_NEGATIVE, "config": POSITIVE}),
+    ("learning_rate", math.nan, {"function": NOT_NEGATIVE, "config": POSITIVE}),
+    ("learning_rate_1d", -0.001, NOT_NEGATIVE),
+    ("weight_decay", -0.1, NOT_NEGATIVE),
+    ("weight_decay_1d", -0.1, NOT_NEGATIVE),
+    ("max_grad_norm", 0.0, "a finite number above 0, or null for off"),
+    ("max_grad_norm", -1.0, "a finite number above 0, or null for off"),
+]
+# What only the config has.
+BAD_FIELDS = [
+    ("learning_rate", 0.0, POSITIVE),  # the other rate is set by its ratio to this one
+    ("warmup", 1.5, STEPS_OR_FRACTION),
+    ("warmup", -0.1, STEPS_OR_FRACTION),
+    ("rewarmup", 2.5, STEPS_OR_FRACTION),
+    ("decay", 1.5, f"{STEPS_OR_FRACTION}, or null for all steps after warm-up"),
+    ("min_lr_ratio", -0.1, NOT_NEGATIVE),
+    ("lr_schedule", "cosin", SCHEDULES),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "allowed"), BAD_VALUES + BAD_FIELDS)
+def test_a_bad_value_in_a_config_is_named_in_one_sentence(field, value, allowed):
+    allowed = allowed["config"] if isinstance(allowed, dict) else allowed
+    with pytest.raises(ParsingError) as error:
+        decode(**{field: value})
+    assert str(error.value) == f"mars-adamw: {field} is {value!r}; it must be {allowed}"
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), BAD_VALUES)
+def test_a_bad_argument_of_the_function_is_named_in_one_sentence(name, value, allowed):
+    allowed = allowed["function"] if isinstance(allowed, dict) else allowed
+    with pytest.raises(ValueError) as error:
+        mars_adamw(**{"learning_rate": 1e-3, name: value})
+    assert str(error.value) == f"{name} is {value!r}; it must be {allowed}"
+
+
+def test_a_bad_positional_argument_is_named_too():
+    with pytest.raises(ValueError, match="^beta1 is 1; it must be at least 0 and below 1$"):
+        mars_adamw(1e-3, 0.01, 1)
+
+
+def test_a_misspelt_field_is_named():
+    with pytest.raises(DecodingError, match="`weight_decy` are not valid for MarsAdamWConfig"):
+        decode(weight_decy=0.1)
+    with pytest.raises(TypeError, match="weight_decy"):
+        mars_adamw(1e-3, weight_decy=0.1)
+
+
+def test_values_at_the_edge_of_their_ranges_pass():
+    decode(beta1=0, beta2=0.0, gamma=0, weight_decay=0, learning_rate_1d=0, warmup=1, decay=0, min_lr_ratio=0, max_grad_norm=None)
+    decode(correction_clip=None, warmup=2000, decay=None, rewarmup=0.5, lr_schedule={"type": "cosine", "exponent": 2.0})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "sentence"),
+    [
+        ({"beta1": 1.0}, f"mars-adamw: beta1 is 1.0; it must be {DECAY_RATE}"),
+        ({"correction_clip": "layer"}, 'mars-adamw: correction_clip is \'layer\'; it must be "tensor", "global", or null for off'),
+        ({"gama": 0.1}, "The fields `gama` are not valid for MarsAdamWConfig"),
+    ],
+    ids=["beta1", "correction_clip", "misspelt"],
+)
+def test_the_stock_command_stops_before_data_and_devices(tmp_path, optimizer, sentence):
+    # The corpus and the tokenizer that the config names do not exist: it never comes to them.
+    process = stock.start(tmp_path, stock.config({"type": "mars-adamw", **optimizer}))
+    assert stock.finish(process) != [0]
+    last = (tmp_path / "run.err").read_text().strip().splitlines()[-1]
+    assert last.split(": ", 1)[1].endswith(sentence), last
+    assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "run.out", "run.err"}
+
+
+Vocab, Embed, Mlp = hax.make_axes(vocab=7, embed=4, mlp=6)
+MODEL = {
+    "embedding": hnn.Embedding(hax.zeros((Vocab, Embed)), Vocab, Embed),
+    "linear": dataclasses.replace(hnn.Linear.init(Embed, Mlp, key=jrandom.PRNGKey(0)), dot_general=None),
+    "norm": hnn.LayerNorm.init(Embed),
+}
+
+
+SCALES = [0.01, 3, 1, 0.3, 0.1, 0.03, 0.01, 1, 0.3, 0.1, 0.03, 0.01]
+BASE = {"learning_rate": 0.1, "learning_rate_1d": 0.05, "warmup": 2, "weight_decay": 0.1}
+
+
+def trained(config: MarsAdamWConfig):
+    """The updates and the hyperparameters of twelve steps, on gradients that grow and shrink."""
+    optimizer = config.build(STEPS)
+    params = gaussian_like(MODEL, seed=0)
+    by_step = [gaussian_like(MODEL, seed=1 + t, scale=scale) for t, scale in enumerate(SCALES)]
+    gradients = jax.tree.map(lambda *xs: jnp.stack(xs), *by_step)
+
+    @jax.jit
+    def run(params, gradients):
+        def step(carry, gradient):
+            params, state = carry
+            updates, state = optimizer.update(gradient, state, params)
+            return (jax.tree.map(jnp.add, params, updates), state), (updates, state.hyperparams)
+
+        return jax.lax.scan(step, (params, optimizer.init(params)), gradients)[1]
+
+    return run(params, gradients)
+
+
+@functools.cache
+def baseline(**context):
+    return trained(decode(**BASE, **context))[0]
+
+
+# For every field a value that must change what is done, and what else must be set for it to count.
+CHANGES = {
+    "learning_rate": (0.2, {}),
+    "weight_decay": (0.2, {}),
+    "min_lr_ratio": (0.5, {}),
+    "warmup": (3, {}),
+    "decay": (0.5, {}),
+    "rewarmup": (2, {"cycles": 2}),
+    "cooldown": (0.25, {}),
+    "cycle_length": (6, {}),
+    "cycles": (3, {}),
+    "lr_schedule": ("linear", {}),
+    "haps": ([6], {}),
+    "weight_decay_modules": (["norm"], {}),
+    "default_weight_decay_mask": (False, {}),
+    "beta1": (0.9, {}),
+    "beta2": (0.95, {}),
+    "epsilon": (1e-3, {}),
+    "gamma": (0.05, {}),
+    "amsgrad": (True, {}),
+    "optimize_1d": (True, {}),
+    "learning_rate_1d": (0.1, {}),
+    "beta1_1d": (0.8, {}),
+    "beta2_1d": (0.9, {}),
+    "weight_decay_1d": (0.2, {}),
+    "max_grad_norm": (None, {}),
+    "correction_clip": ("global", {}),
+    "correction_clip_norm": (0.1, {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:cooldown is deprecated", "ignore:haps is deprecated")
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(MarsAdamWConfig)])
+def test_every_field_changes_what_the_optimizer_does(field):
+    value, context = CHANGES[field]
+    before = baseline(**context)
+    after, _ = trained(decode(**{**BASE, **context, field: value}))
+    changes = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), before, after)
+    assert max(jax.tree.leaves(changes)) > 1e-4
+
+
+def test_rates_follow_levanters_schedule_each_from_its_own_peak():
+    config = decode(**BASE, min_lr_ratio=0.2)
+    _, rates = trained(config)
+    assert set(rates) == {"learning_rate", "learning_rate_1d"}
+    # Two steps of warm-up from 0, then a cosine from 0.1 to a fifth of it over the other ten.
+    np.testing.assert_allclose(rates["learning_rate"][jnp.array([0, 1, 2, 7])], [0, 0.05, 0.1, 0.06], rtol=1e-6)
+    np.testing.assert_allclose(rates["learning_rate_1d"][jnp.array([0, 1, 2, 7])], [0, 0.025, 0.05, 0.03], rtol=1e-6)
+
+
+def test_with_optimize_1d_there_is_one_rate():
+    _, rates = trained(decode(**BASE, optimize_1d=True))
+    assert set(rates) == {"learning_rate"}
+
+
+def test_default_decay_goes_to_linear_weights_and_weight_decay_1d_to_every_vector():
+    decayed, _ = trained(decode(**BASE, weight_decay_1d=0.1))
+    linears, _ = trained(decode(**{**BASE, "weight_decay": 0.0}, weight_decay_1d=0.1))
+    vectors, _ = trained(decode(**BASE, weight_decay_1d=0.0))
+
+    def changed(a, b):
+        parameters = jax.tree.leaves(describe(MODEL))
+        pairs = zip(parameters, jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        return {parameter.path for parameter, x, y in pairs if jnp.max(jnp.abs(x - y)) > 1e-4}
+
+    assert changed(decayed, linears) == {"linear.weight"}
+    assert changed(decayed, vectors) == {"linear.bias", "norm.weight", "norm.bias"}
