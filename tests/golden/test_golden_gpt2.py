@@ -1,0 +1,135 @@
+"""A GPT-2 follows the authors' release over a whole training run, its layers stacked, in a list, or as plain arrays."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import numpy as np
+import optax
+import pytest
+from haliax.state_dict import from_torch_compatible_state_dict, to_torch_compatible_state_dict
+from levanter.layers.attention import AttentionMask
+from levanter.models.gpt2 import Gpt2Block, Gpt2Config
+
+from levanter_mars import MarsAdamWConfig, mars_adamw, matrix
+
+GOLDEN = np.load(Path(__file__).with_name("gpt2_mars_adamw.npz"))
+META = json.loads(str(GOLDEN["meta"]))
+Vocab = hax.Axis("vocab", META["model"]["vocab_size"])
+Pos = hax.Axis("position", META["model"]["block_size"])
+Batch = hax.Axis("batch", GOLDEN["tokens"].shape[1])
+MODEL = Gpt2Config(
+    max_seq_len=Pos.size,
+    hidden_dim=META["model"]["n_embd"],
+    num_layers=META["model"]["n_layer"],
+    num_heads=META["model"]["n_head"],
+    use_bias=False,
+    scale_attn_by_inverse_layer_idx=True,
+    gradient_checkpointing=False,
+)
+OPTIMIZER = MarsAdamWConfig(
+    learning_rate=META["lr"],
+    learning_rate_1d=META["hyper"]["lr_1d"],
+    weight_decay=META["weight_decay"],
+    weight_decay_1d=META["hyper"]["weight_decay_1d"],
+    gamma=META["hyper"]["gamma"],
+    min_lr_ratio=META["min_lr"] / META["lr"],
+    warmup=META["warmup_steps"],
+    max_grad_norm=META["grad_clip_global_norm"],
+)
+LOSS_TOLERANCE = 1e-4
+
+
+def torch_weights(prefix: str) -> dict[str, np.ndarray]:
+    """The file's weights by the names and in the layout of Hugging Face's GPT-2, whose projections are in × out."""
+    weights = {key.removeprefix(f"{prefix}/transformer."): GOLDEN[key] for key in GOLDEN if key.startswith(f"{prefix}/")}
+    return {name: w.T if name.split(".")[-2] in ("c_attn", "c_proj", "c_fc") else w for name, w in weights.items()}
+
+
+def levanter_model(weights: dict[str, np.ndarray]):
+    return from_torch_compatible_state_dict(MODEL.build(Vocab, key=jax.random.PRNGKey(0)), weights)
+
+
+def loss_of(model, tokens):
+    inputs, targets = hax.named(tokens[:, :-1], (Batch, Pos)), hax.named(tokens[:, 1:], (Batch, Pos))
+    logits = hax.dot(model.activations(inputs, attn_mask=AttentionMask.causal()), model.get_lm_head(), axis="embed")
+    return hax.mean(hnn.cross_entropy_loss(logits, Vocab, hnn.one_hot(targets, Vocab), reduction=None)).scalar()
+
+
+def train(params, loss_fn, optimizer):
+    """Trains on the file's tokens; the losses before each step, the gradients' norms, and the last parameters."""
+
+    @jax.jit
+    def step(params, state, tokens):
+        loss, gradient = jax.value_and_grad(loss_fn)(params, tokens)
+        updates, state = optimizer.update(gradient, state, params)
+        return eqx.apply_updates(params, updates), state, loss, optax.global_norm(gradient)
+
+    state, losses, norms = optimizer.init(params), [], []
+    for tokens in GOLDEN["tokens"]:
+        params, state, loss, norm = step(params, state, tokens)
+        losses.append(float(loss))
+        norms.append(float(norm))
+    return params, np.array(losses), np.array(norms)
+
+
+def assert_follows(losses, norms, final: dict[str, np.ndarray]):
+    assert np.abs(losses - GOLDEN["loss"]).max() <= LOSS_TOLERANCE
+    assert np.abs(losses - GOLDEN["loss"])[:10].max() <= 5e-6
+    assert np.abs(norms - GOLDEN["grad_norm"])[:10].max() <= 1e-4
+    initial, expected = torch_weights("init"), torch_weights("final")
+    assert final.keys() == expected.keys()
+    for name, weight in final.items():
+        change = np.linalg.norm(expected[name] - initial[name])
+        assert np.linalg.norm(np.asarray(weight) - expected[name]) <= 1e-3 * change, name
+
+
+def test_stacked_layers_from_the_config():
+    params, static = eqx.partition(levanter_model(torch_weights("init")), eqx.is_inexact_array)
+    params, losses, norms = train(params, lambda p, t: loss_of(eqx.combine(p, static), t), OPTIMIZER.build(META["steps"]))
+    assert_follows(losses, norms, to_torch_compatible_state_dict(eqx.combine(params, static)))
+
+
+def test_layers_in_a_list():
+    model = levanter_model(torch_weights("init"))
+    stacked = model.transformer.blocks
+    blocks = hnn.BlockSeq.init(stacked.Block, Gpt2Block, gradient_checkpointing=False)(
+        MODEL, key=jax.random.split(jax.random.PRNGKey(0), stacked.Block.size)
+    )
+    blocks = dataclasses.replace(blocks, blocks=list(stacked.unstacked()))
+    model = dataclasses.replace(model, transformer=dataclasses.replace(model.transformer, blocks=blocks))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    params, losses, norms = train(params, lambda p, t: loss_of(eqx.combine(p, static), t), OPTIMIZER.build(META["steps"]))
+    assert_follows(losses, norms, to_torch_compatible_state_dict(eqx.combine(params, static)))
+
+
+@pytest.mark.parametrize("layout", ["in_out", "out_in"])
+def test_the_function_on_plain_arrays(layout):
+    """The optimizer sees PyTorch's own parameters, one array a tensor; the model is put together from them for the loss."""
+    initial = torch_weights("init")
+    model = levanter_model(initial)
+
+    def oriented(weights):
+        return {name: w.T if layout == "out_in" and w.ndim == 2 else w for name, w in weights.items()}
+
+    def loss_fn(params, tokens):
+        return loss_of(from_torch_compatible_state_dict(model, oriented(params)), tokens)
+
+    schedule = OPTIMIZER.lr_scheduler(META["steps"])
+    is_linear = {name: name.startswith("h.") and w.ndim == 2 for name, w in initial.items()}
+    optimizer = mars_adamw(
+        schedule,
+        weight_decay=META["weight_decay"],
+        learning_rate_1d=lambda step: schedule(step) * META["hyper"]["lr_1d"] / META["lr"],
+        max_grad_norm=1.0,
+        weight_decay_mask=is_linear,
+        axis_roles=None
+        if layout == "in_out"
+        else {name: matrix(inputs=1, outputs=0) if w.ndim == 2 else None for name, w in initial.items()},
+    )
+    params, losses, norms = train({name: jax.numpy.array(w) for name, w in oriented(initial).items()}, loss_fn, optimizer)
+    assert_follows(losses, norms, oriented(params))
