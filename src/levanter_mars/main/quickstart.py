@@ -24,7 +24,7 @@ from levanter_mars.quickstart.report import draw_loss_curve, report
 from levanter_mars.quickstart.training_log import METRICS_MARK, read_training_log
 from levanter_mars.quickstart.untrained import untrained_loss
 
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 1024
 DEFINING_PACKAGES = ("levanter-mars", "marin-levanter", "marin-haliax", "jax", "optax")
 
 
