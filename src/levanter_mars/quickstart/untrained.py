@@ -18,11 +18,9 @@ def untrained_loss(config: TrainLmConfig) -> float:
         The mean loss of the held-out set, in nats a token.
     """
     trainer = config.trainer
-    tokenizer = config.data.the_tokenizer
     Pos = config.model.max_Pos
     # What Levanter's trainer takes for evaluation when the config does not say.
     EvalBatch = trainer.TrainBatch
-    Vocab = round_axis_for_partitioning(hax.Axis("vocab", len(tokenizer)), trainer.parameter_axis_mapping)
     _, _, model_key, _ = jax.random.split(jax.random.PRNGKey(trainer.seed), 4)
 
     def loss(model, batch):
@@ -31,6 +29,7 @@ def untrained_loss(config: TrainLmConfig) -> float:
         return losses, batch.loss_weight.array, jnp.roll(batch.tokens.array, -1, axis=-1)
 
     with trainer.use_device_mesh(), hax.axis_mapping(trainer.parameter_axis_mapping), levanter.tracker.current_tracker(NoopTracker()):
+        Vocab = round_axis_for_partitioning(hax.Axis("vocab", len(config.data.the_tokenizer)), trainer.parameter_axis_mapping)
         model = named_jit(config.model.build, trainer.parameter_axis_mapping)(Vocab, key=model_key)
         evaluator = levanter.eval.TaggedEvaluator(
             EvalBatch=EvalBatch,
