@@ -16,7 +16,7 @@ from levanter.adaptor.lora import LoraConfig, lora_trainable_params_filter, lora
 from levanter.trainer_state import init_optimizer_for_trainables, take_train_step, trainables_only
 from models import GPT2, LLAMA, MIXTRAL, gaussian_like, shapes, weights_like
 
-from levanter_mars import MarsAdamWConfig, mars_adamw, matrix
+from levanter_mars import MarsAdamWConfig, mars_adamw, matrix, vector
 from levanter_mars.parameters import describe
 
 MATRICES = {"a": jnp.zeros((4, 6)), "b": jnp.zeros((5, 3))}
@@ -155,6 +155,20 @@ def test_the_clip_of_one_layer_leaves_the_others_alone():
     free = updates_of(optimizer(correction_clip=None), stack, gradients)[-1]["w"]
     np.testing.assert_allclose(clipped[0], free[0], rtol=1e-6)
     assert np.abs(clipped[1] - free[1]).max() > 0.01
+
+
+@pytest.mark.parametrize("as_function", [False, True], ids=["tree", "function"])
+def test_roles_from_a_map_over_named_parameters(as_function):
+    In, Out = hax.make_axes(In=4, Out=6)
+    params = gaussian_like({"v": hax.zeros(Out), "w": hax.zeros((In, Out))}, seed=0)
+
+    def roles(tree):
+        return jax.tree.map(lambda x: matrix(inputs=0, outputs=1) if x.ndim == 2 else vector(0), tree)
+
+    (found,) = updates_of(mars_adamw(0.1, axis_roles=roles if as_function else roles(params)), params, [params])
+    plain = {name: x.array for name, x in params.items()}
+    (expected,) = updates_of(mars_adamw(0.1), plain, [plain])
+    assert_close({name: x.array for name, x in found.items()}, expected)
 
 
 def test_stacked_and_sequential_layers_of_a_levanter_model_get_the_same_updates():

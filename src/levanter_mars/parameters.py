@@ -254,9 +254,11 @@ def _roles_of_array(shape: tuple[int, ...], stacked: tuple[_Stack, ...]) -> Axis
 
 def _roles_per_array(roles: PyTree, params: PyTree) -> list[AxisRoles]:
     def spread(role, subtree):
+        # jax.tree.map over named parameters leaves its roles inside NamedArrays.
+        role = role.array if isinstance(role, hax.NamedArray) else role
         return jax.tree.map(lambda _: role or _AS_DECLARED, subtree, is_leaf=_is_array)
 
-    return jax.tree.leaves(jax.tree.map(spread, roles, params, is_leaf=lambda x: x is None or isinstance(x, AxisRoles)))
+    return jax.tree.leaves(jax.tree.map(spread, roles, params, is_leaf=lambda x: x is None or isinstance(x, AxisRoles | hax.NamedArray)))
 
 
 def _is_array(x: Any) -> bool:
