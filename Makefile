@@ -27,7 +27,7 @@ train: venv
 # Two workers, because most of the time goes into compilation, which uses one core.
 .PHONY: test
 test: venv
-	.venv/bin/python -m pytest -n 2 $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: check
 check: venv

@@ -109,6 +109,18 @@ def _is_fraction_or_steps(x: object) -> bool:
 
 _FRACTION_OR_STEPS = Range("a fraction between 0 and 1 or a whole number of steps", _is_fraction_or_steps)
 
+
+def _is_whole_steps(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x >= 1 and x % 1 == 0
+
+
+def _are_steps(x: object, fraction: bool = False) -> bool:
+    """None, one number of steps (or a fraction of them), or a list of numbers of steps."""
+    if isinstance(x, list):
+        return len(x) > 0 and all(map(_is_whole_steps, x))
+    return x is None or _is_whole_steps(x) or (fraction and isinstance(x, int | float) and 0 < x < 1)
+
+
 _CONFIG_RANGES = {
     **RANGES,
     # The other learning rates are set by their ratio to this one.
@@ -117,6 +129,12 @@ _CONFIG_RANGES = {
     "warmup": _FRACTION_OR_STEPS,
     "rewarmup": _FRACTION_OR_STEPS,
     "decay": Range(f"{_FRACTION_OR_STEPS.allowed}, or null for all steps after warm-up", lambda x: x is None or _is_fraction_or_steps(x)),
+    "cooldown": Range(f"{_FRACTION_OR_STEPS.allowed}, or null for none", lambda x: x is None or _is_fraction_or_steps(x)),
+    "cycle_length": Range(
+        "a fraction of all steps, a number or a list of numbers of steps, or null", lambda x: _are_steps(x, fraction=True)
+    ),
+    "cycles": Range("a number of cycles, a list of the steps at which they end, or null", _are_steps),
+    "haps": Range("a list of the steps at which cycles end, or null", lambda x: x is None or (isinstance(x, list) and _are_steps(x))),
     "lr_schedule": Range(
         f"one of {', '.join(sorted(LrSchedule.get_known_choices()))}",
         lambda x: isinstance(x, LrSchedule) or x in LrSchedule.get_known_choices(),

@@ -52,7 +52,8 @@ def vector(features: AxisRef | tuple[AxisRef, ...]) -> AxisRoles:
 RolesOrFn = PyTree[AxisRoles | None] | Callable[[PyTree], PyTree[AxisRoles | None]]
 """A tree of AxisRoles that is a prefix of the parameters' tree, or a function of the parameters that returns one.
 
-None in the place of AxisRoles means: as the modules say.
+None in the place of AxisRoles means: as the modules say. Like a function of labels in optax, a function is also called on trees in which
+the parameters that follow another rule are masked; `jax.tree.map` passes over those.
 """
 
 
@@ -263,7 +264,9 @@ def _roles_per_array(roles: PyTree, params: PyTree) -> list[AxisRoles]:
 
 def _is_array(x: Any) -> bool:
     array = x.array if isinstance(x, hax.NamedArray) else x
-    return isinstance(array, int | float | complex) or (hasattr(array, "shape") and hasattr(array, "dtype"))
+    return (isinstance(array, int | float | complex) and not isinstance(array, bool)) or (
+        hasattr(array, "shape") and hasattr(array, "dtype")
+    )
 
 
 def _names(axes: hax.AxisSelector | hax.AxisSelection) -> tuple[str, ...]:

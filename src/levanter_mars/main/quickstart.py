@@ -17,6 +17,7 @@ from pathlib import Path
 
 import draccus
 import levanter.config
+from levanter.checkpoint import latest_checkpoint_path
 from levanter.main.train_lm import TrainLmConfig
 
 from levanter_mars.quickstart.corpus_folder import Manifest, ensure_corpus
@@ -35,17 +36,21 @@ def quickstart(config: TrainLmConfig) -> None:
     print(f"        {corpus.train_documents} documents, {corpus.train_tokens:,} tokens; {corpus.validation_documents} held out", flush=True)
 
     run = run_id(config, corpus)
-    log_path = Path(config.trainer.log_dir) / f"{run}.log"
-    checkpoint = Path(config.trainer.checkpointer.base_path) / run
-    results = log_path.with_suffix("")
+    log_path = Path(config.trainer.log_dir) / f"{run}.log.log"  # Levanter appends the suffix twice.
+    checkpoints = Path(config.trainer.checkpointer.base_path) / run
+    results = Path(config.trainer.log_dir) / run
+    afresh = f"To train it again, remove {checkpoints} and {log_path}."
     untrained = _remembered_untrained_loss(config, results)
 
     if read_training_log(log_path).is_complete(config.trainer.num_train_steps):
-        print(f"Run {run} is finished. To train it again, remove {checkpoint} and {log_path}.")
+        print(f"Run {run} is finished. {afresh}")
     else:
         _train([*sys.argv[1:], "--trainer.id", run], log_path)
 
     log = read_training_log(log_path)
+    if not log.is_complete(config.trainer.num_train_steps):
+        sys.exit(f"The log of run {run} does not hold all of its steps. {afresh}")
+    checkpoint = latest_checkpoint_path(str(checkpoints))
     curve = results / "loss.png"
     draw_loss_curve(
         log,

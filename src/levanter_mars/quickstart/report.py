@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from levanter_mars.quickstart.training_log import TrainingLog
 
 
-def report(log: TrainingLog, *, untrained: float, unigram_entropy: float, checkpoint: Path, curve: Path) -> str:
+def report(log: TrainingLog, *, untrained: float, unigram_entropy: float, checkpoint: Path | str, curve: Path) -> str:
     """The closing lines of a run, in nats a token where they speak of loss."""
     last = max(log.held_out_loss)
     return "\n".join(
