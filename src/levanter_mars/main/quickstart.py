@@ -10,6 +10,7 @@ else is a run of its own.
 import hashlib
 import importlib.metadata
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -22,10 +23,11 @@ from levanter.main.train_lm import TrainLmConfig
 
 from levanter_mars.quickstart.corpus_folder import Manifest, ensure_corpus
 from levanter_mars.quickstart.report import draw_loss_curve, report
-from levanter_mars.quickstart.training_log import METRICS_MARK, read_training_log
+from levanter_mars.quickstart.training_log import read_training_log
 from levanter_mars.quickstart.untrained import untrained_loss
 
 VOCAB_SIZE = 1024
+SHOWN_LOGGERS = ("tqdm_loggable", "levanter.eval", "levanter.trainer")
 DEFINING_PACKAGES = ("levanter-mars", "marin-levanter", "marin-haliax", "jax", "optax")
 
 
@@ -83,20 +85,26 @@ def _remembered_untrained_loss(config: TrainLmConfig, results: Path) -> float:
 
 
 def _train(arguments: list[str], log_path: Path) -> None:
-    """Runs Levanter's training command and shows what it prints, but for the metrics, which are in the log."""
+    """Runs Levanter's training command and shows its progress, results and warnings; the rest is in its log."""
     command = ["python", "-m", "levanter.main.train_lm", *arguments]
-    print(f"$ {shlex.join(command)}\n  (its metrics go to {log_path})", flush=True)
+    print(f"$ {shlex.join(command)}\n  (everything it says goes to {log_path})", flush=True)
     with subprocess.Popen([sys.executable, *command[1:]], stderr=subprocess.PIPE, text=True) as training:
         try:
             for line in training.stderr or ():
-                if METRICS_MARK not in line:
+                if not _is_routine(line):
                     sys.stderr.write(line)
             status = training.wait()
         except KeyboardInterrupt:
+            training.terminate()
             training.wait()
             sys.exit("Interrupted. The same command goes on from the newest checkpoint.")
     if status != 0:
         sys.exit(f"Training ended with status {status}; its log is {log_path}.")
+
+
+def _is_routine(line: str) -> bool:
+    """Whether a line of the log is one of the many that say all is well, rather than progress, a result, or a warning."""
+    return re.match(r"I\d{8} ", line) is not None and not any(f" {name}" in line for name in SHOWN_LOGGERS)
 
 
 def main() -> None:
