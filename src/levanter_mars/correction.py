@@ -10,6 +10,7 @@ multiplied in where a gradient is used. So the gradient can be stored as the bac
 clipped copy of it is ever written.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -93,27 +94,31 @@ def approximate_correction(
         **extra_args,
     ):
         del params, extra_args
-        last = _scaled(state.last_clip_factor, state.last_gradient)
-        corrected = jax.tree.map(lambda g, lg: g + scale * (g - lg), _scaled(clip_factor, gradient), last)
-        norms = ()
+
+        def correct() -> optax.Updates:
+            last = _scaled(state.last_clip_factor, state.last_gradient)
+            return jax.tree.map(lambda g, lg: g + scale * (g - lg), _scaled(clip_factor, gradient), last)
+
+        corrected, norms = correct(), ()
         if clip == "tensor":
             norms = _scaled(clip_factor, tensor_norms(gradient))
             bounds = jax.tree.map(lambda g, lg: (1 + scale) * g + scale * lg, norms, state.last_norms)
-            corrected = _clip_tensors(corrected, bounds)
+            corrected = _clip_tensors(corrected, bounds, correct)
         elif clip == "global":
             corrected, _ = optax.clip_by_global_norm(clip_norm).update(corrected, optax.EmptyState())
         return corrected, ApproximateCorrectionState(gradient, jnp.asarray(clip_factor, jnp.float32), norms)
 
-    def _clip_tensors(corrected: PyTree, bounds: PyTree) -> PyTree:
+    def _clip_tensors(corrected: PyTree, bounds: PyTree, correct: Callable[[], PyTree]) -> PyTree:
         """Divides every tensor by max(1, ‖c‖/clip_norm).
 
         A pass over all of c is only made if a bound on some norm, ‖c‖ ≤ (1 + κ)·‖g‖ + κ·‖lg‖, leaves room for a clip at all;
-        the norms in it are known already, and late in a run they are small. The margin covers their rounding.
+        the norms in it are known already, and late in a run they are small. The margin covers their rounding. The branch computes c
+        again, because handing it over would have c written to memory where it otherwise never is.
         """
         may_bind = jnp.array([jnp.any(~(bound * (1 + 1e-3) <= clip_norm)) for bound in jax.tree.leaves(bounds)]).any()
         divisors = jax.lax.cond(
             may_bind,
-            lambda: jax.tree.map(lambda norm: jnp.maximum(1, norm / clip_norm), tensor_norms(corrected)),
+            lambda: jax.tree.map(lambda norm: jnp.maximum(1, norm / clip_norm), tensor_norms(correct())),
             lambda: optax.tree.ones_like(bounds),
         )
         return map_parameters(lambda _, c, divisor: c * (1 / divisor).astype(c.dtype), corrected, divisors, axis_roles=axis_roles)

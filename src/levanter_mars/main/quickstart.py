@@ -9,7 +9,9 @@ else is a run of its own.
 
 import hashlib
 import importlib.metadata
+import io
 import json
+import logging
 import re
 import shlex
 import subprocess
@@ -18,23 +20,28 @@ from pathlib import Path
 
 import draccus
 import levanter.config
+from draccus.utils import DraccusException
 from levanter.checkpoint import latest_checkpoint_path
+from levanter.data.text.datasets import UrlDatasetSourceConfig
 from levanter.main.train_lm import TrainLmConfig
+from levanter.tracker.json_logger import JsonLoggerConfig
 
-from levanter_mars.quickstart.corpus_folder import Manifest, ensure_corpus
+from levanter_mars.quickstart.corpus_folder import TOKENIZER, TRAIN, VALIDATION, Manifest, ensure_corpus
 from levanter_mars.quickstart.report import draw_loss_curve, report
 from levanter_mars.quickstart.training_log import read_training_log
 from levanter_mars.quickstart.untrained import untrained_loss
 
 VOCAB_SIZE = 1024
-SHOWN_LOGGERS = ("tqdm_loggable", "levanter.eval", "levanter.trainer")
+SHOWN_LOGGERS = ("tqdm_loggable.tqdm_logging", "levanter.eval", "levanter.trainer")
 DEFINING_PACKAGES = ("levanter-mars", "marin-levanter", "marin-haliax", "jax", "optax")
+INFORMATION = re.compile(r"I\d{8} [\d:]+ \d+ (\S+) ([^\r\n]*\r?\n)")
+"""A line by which Levanter's log says that all is well. It may stand behind a progress bar, which ends without a new line."""
 
 
 def quickstart(config: TrainLmConfig) -> None:
-    corpus_folder = Path(config.data.tokenizer).parent
-    print(f"Corpus: {corpus_folder}", flush=True)
-    corpus = ensure_corpus(corpus_folder, VOCAB_SIZE)
+    folder = corpus_folder(config)
+    print(f"Corpus: {folder}", flush=True)
+    corpus = ensure_corpus(folder, VOCAB_SIZE)
     print(f"        {corpus.train_documents} documents, {corpus.train_tokens:,} tokens; {corpus.validation_documents} held out", flush=True)
 
     run = run_id(config, corpus)
@@ -64,6 +71,25 @@ def quickstart(config: TrainLmConfig) -> None:
     print("\n" + report(log, untrained=untrained, unigram_entropy=corpus.unigram_entropy, checkpoint=checkpoint, curve=curve))
 
 
+def corpus_folder(config: TrainLmConfig) -> Path:
+    """The folder that the config reads its tokenizer and all of its data from.
+
+    Raises:
+        ValueError: the config reads something else, which this command does not make, or logs where it cannot read.
+    """
+    folder = Path(config.data.tokenizer).parent
+    sources = [component.source for component in config.data.components.values()]
+    wanted = [UrlDatasetSourceConfig(train_urls=[str(folder / TRAIN)], validation_urls=[str(folder / VALIDATION)])]
+    if Path(config.data.tokenizer).name != TOKENIZER or sources != wanted:
+        raise ValueError(
+            f"data.tokenizer is {config.data.tokenizer}; the quickstart makes FOLDER/{TOKENIZER}, "
+            f"beside FOLDER/{TRAIN} and FOLDER/{VALIDATION}, and needs data that names these three"
+        )
+    if not isinstance(config.trainer.tracker, JsonLoggerConfig):
+        raise ValueError("trainer.tracker.type must be json_logger, whose lines the quickstart reads")
+    return folder
+
+
 def run_id(config: TrainLmConfig, corpus: Manifest) -> str:
     """A name that changes with anything that could change the run's numbers."""
     versions = {package: importlib.metadata.version(package) for package in DEFINING_PACKAGES}
@@ -88,28 +114,39 @@ def _train(arguments: list[str], log_path: Path) -> None:
     """Runs Levanter's training command and shows its progress, results and warnings; the rest is in its log."""
     command = ["python", "-m", "levanter.main.train_lm", *arguments]
     print(f"$ {shlex.join(command)}\n  (everything it says goes to {log_path})", flush=True)
-    with subprocess.Popen([sys.executable, *command[1:]], stderr=subprocess.PIPE, text=True) as training:
+    with subprocess.Popen([sys.executable, *command[1:]], stderr=subprocess.PIPE) as training:
         try:
-            for line in training.stderr or ():
-                if not _is_routine(line):
-                    sys.stderr.write(line)
+            # Without translation of line ends, because a progress bar returns to the start of its line.
+            for chunk in io.TextIOWrapper(training.stderr, errors="replace", newline=""):
+                sys.stderr.write(without_routine(chunk))
+                sys.stderr.flush()
             status = training.wait()
         except KeyboardInterrupt:
             training.terminate()
-            training.wait()
-            sys.exit("Interrupted. The same command goes on from the newest checkpoint.")
+            raise
     if status != 0:
-        sys.exit(f"Training ended with status {status}; its log is {log_path}.")
+        print(f"Training ended with status {status}; its log is {log_path}.", file=sys.stderr)
+        sys.exit(status if status > 0 else 128 - status)
 
 
-def _is_routine(line: str) -> bool:
-    """Whether a line of the log is one of the many that say all is well, rather than progress, a result, or a warning."""
-    return re.match(r"I\d{8} ", line) is not None and not any(f" {name}" in line for name in SHOWN_LOGGERS)
+def without_routine(chunk: str) -> str:
+    """What is left of Levanter's output without the many lines that only say all is well: progress, results, warnings."""
+
+    def shown(line: re.Match) -> str:
+        return "\n" * (line.start() > 0) + line[2] if line[1] in SHOWN_LOGGERS else ""
+
+    return INFORMATION.sub(shown, chunk)
 
 
 def main() -> None:
+    # This process evaluates one model and looks for checkpoints; what Levanter says of that would bury what matters.
+    logging.disable(logging.INFO)
     try:
         levanter.config.main(quickstart)()
+    except KeyboardInterrupt:
+        sys.exit("\nInterrupted. The same command goes on from the newest checkpoint.")
+    except (DraccusException, ValueError) as error:
+        sys.exit(str(error))
     except OSError as error:
         sys.exit(f"{type(error).__name__}: {error}")
 

@@ -15,6 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from levanter_mars.quickstart.standard_library import Corpus, standard_library_corpus
 
 END_OF_TEXT = "<|endoftext|>"
+TRAIN = "train.jsonl"
+VALIDATION = "validation.jsonl"
+TOKENIZER = "tokenizer"
 MANIFEST = "manifest.json"
 
 
@@ -36,25 +39,30 @@ def ensure_corpus(folder: Path, vocab_size: int) -> Manifest:
     """Builds the standard-library corpus in `folder`, unless it is there already for this Python and vocabulary.
 
     The corpus is built beside `folder` and moved there when it is whole, so a killed build is never taken for a corpus.
+
+    Raises:
+        ValueError: `folder` exists and is no corpus, so that replacing it would destroy something else.
     """
     manifest = _read_manifest(folder)
+    if manifest is None and folder.exists():
+        raise ValueError(f"{folder} exists and holds no {MANIFEST}, so it is not a corpus made here: remove it or name another folder")
     if manifest is not None and (manifest.python, manifest.vocab_size) == (platform.python_version(), vocab_size):
         return manifest
     unfinished = folder.with_name(folder.name + ".unfinished")
-    for leftover in (unfinished, folder):
-        shutil.rmtree(leftover, ignore_errors=True)
+    shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     manifest = write_corpus(unfinished, standard_library_corpus(), vocab_size)
+    shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
     return manifest
 
 
 def write_corpus(folder: Path, corpus: Corpus, vocab_size: int) -> Manifest:
     """Writes train.jsonl, validation.jsonl, tokenizer/ and the manifest into an existing `folder`."""
-    for name, documents in corpus._asdict().items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents.values()))
+    for name, documents in ((TRAIN, corpus.train), (VALIDATION, corpus.validation)):
+        (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in documents.values()))
     tokenizer = train_tokenizer(corpus.train.values(), vocab_size)
-    save_tokenizer(tokenizer, folder / "tokenizer")
+    save_tokenizer(tokenizer, folder / TOKENIZER)
     counts = count_tokens(tokenizer, corpus.train)
     manifest = Manifest(
         digest=_digest(folder),

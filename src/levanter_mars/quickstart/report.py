@@ -33,7 +33,7 @@ def draw_loss_curve(log: TrainingLog, *, untrained: float, unigram_entropy: floa
     held_out = {0: untrained} | {step + 1: loss for step, loss in sorted(log.held_out_loss.items())}
     axes.plot(list(held_out), list(held_out.values()), color="tab:orange", marker="o", label="held-out")
     axes.axhline(unigram_entropy, color="gray", linestyle="--", label="unigram entropy")
-    axes.set(xlabel="step", ylabel="loss, nats a token", title=title, ylim=(0, None))
+    axes.set(xlabel="step", ylabel="loss, nats a token", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
