@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 from levanter_mars.quickstart.corpus_folder import (
     END_OF_TEXT,
     MANIFEST,
+    TRAIN,
     ensure_corpus,
     save_tokenizer,
     train_tokenizer,
@@ -63,10 +64,12 @@ def test_a_written_corpus(tmp_path):
 
 def test_a_half_written_or_outdated_corpus_is_made_anew(tmp_path):
     folder = tmp_path / "corpus"
-    folder.mkdir()
-    (folder / "train.jsonl").write_text('{"text": "cut sho')
+    unfinished = tmp_path / "corpus.unfinished"
+    unfinished.mkdir()
+    (unfinished / TRAIN).write_text('{"text": "cut sho')
     manifest = ensure_corpus(folder, vocab_size=300)
-    assert json.loads((folder / "train.jsonl").read_text().splitlines()[0])["text"] != "cut sho"
+    assert not unfinished.exists()
+    assert json.loads((folder / TRAIN).read_text().splitlines()[0])["text"] != "cut sho"
     assert ensure_corpus(folder, vocab_size=300) == manifest
     # One of another Python is replaced, and what was made from it goes with it.
     stale = json.loads((folder / MANIFEST).read_text()) | {"python": "3.0"}
@@ -74,3 +77,10 @@ def test_a_half_written_or_outdated_corpus_is_made_anew(tmp_path):
     (folder / "cache").mkdir()
     assert ensure_corpus(folder, vocab_size=300) == manifest
     assert not (folder / "cache").exists()
+
+
+def test_a_folder_that_is_no_corpus_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("four years")
+    with pytest.raises(ValueError, match="holds no manifest.json, so it is not a corpus made here"):
+        ensure_corpus(tmp_path, vocab_size=300)
+    assert (tmp_path / "thesis.txt").read_text() == "four years"

@@ -115,6 +115,7 @@ def _train(arguments: list[str], log_path: Path) -> None:
     command = ["python", "-m", "levanter.main.train_lm", *arguments]
     print(f"$ {shlex.join(command)}\n  (everything it says goes to {log_path})", flush=True)
     with subprocess.Popen([sys.executable, *command[1:]], stderr=subprocess.PIPE) as training:
+        assert training.stderr is not None
         try:
             # Without translation of line ends, because a progress bar returns to the start of its line.
             for chunk in io.TextIOWrapper(training.stderr, errors="replace", newline=""):
@@ -132,7 +133,7 @@ def _train(arguments: list[str], log_path: Path) -> None:
 def without_routine(chunk: str) -> str:
     """What is left of Levanter's output without the many lines that only say all is well: progress, results, warnings."""
 
-    def shown(line: re.Match) -> str:
+    def shown(line: re.Match[str]) -> str:
         return "\n" * (line.start() > 0) + line[2] if line[1] in SHOWN_LOGGERS else ""
 
     return INFORMATION.sub(shown, chunk)
