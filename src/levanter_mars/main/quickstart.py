@@ -78,7 +78,7 @@ def corpus_folder(config: TrainLmConfig) -> Path:
         ValueError: the config reads something else, which this command does not make, or logs where it cannot read.
     """
     folder = Path(config.data.tokenizer).parent
-    sources = [component.source for component in config.data.components.values()]
+    sources = [getattr(component, "source", None) for component in config.data.components.values()]
     wanted = [UrlDatasetSourceConfig(train_urls=[str(folder / TRAIN)], validation_urls=[str(folder / VALIDATION)])]
     if Path(config.data.tokenizer).name != TOKENIZER or sources != wanted:
         raise ValueError(
