@@ -96,7 +96,7 @@ BAD_FIELDS = [
     ("decay", 1.5, f"{STEPS_OR_FRACTION}, or null for all steps after warm-up"),
     ("min_lr_ratio", -0.1, NOT_NEGATIVE),
     ("lr_schedule", "cosin", SCHEDULES),
-    ("cooldown", -1, f"{STEPS_OR_FRACTION}, or null for none"),
+    ("cooldown", -1.0, f"{STEPS_OR_FRACTION}, or null for none"),
     ("cycle_length", -3, "a fraction of all steps, a number or a list of numbers of steps, or null"),
     ("cycles", 0, "a number of cycles, a list of the steps at which they end, or null"),
     ("haps", [], "a list of the steps at which cycles end, or null"),
