@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def run_explain(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "levanter_mars.main.explain", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
 def rows(output: str) -> dict[str, list[str]]:
