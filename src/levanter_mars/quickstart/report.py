@@ -28,11 +28,13 @@ def draw_loss_curve(log: TrainingLog, *, untrained: float, unigram_entropy: floa
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     steps = sorted(log.train_loss)
-    axes.plot([step + 1 for step in steps], [log.train_loss[step] for step in steps], color="tab:blue", alpha=0.45, label="training")
-    # A loss logged at step i belongs to the model after i + 1 updates where it is held-out.
+    axes.plot(steps, [log.train_loss[step] for step in steps], color="tab:blue", alpha=0.45, linewidth=1, label="training, a batch")
+    # What is logged at step i belongs to the model before its update if it is a training loss, after it if it is held-out.
     held_out = {0: untrained} | {step + 1: loss for step, loss in sorted(log.held_out_loss.items())}
-    axes.plot(list(held_out), list(held_out.values()), color="tab:orange", marker="o", label="held-out")
-    axes.axhline(unigram_entropy, color="gray", linestyle="--", label="unigram entropy")
+    axes.plot(
+        list(held_out), list(held_out.values()), color="tab:orange", marker="o", label=f"held-out, {held_out[max(held_out)]:.2f} at the end"
+    )
+    axes.axhline(unigram_entropy, color="gray", linestyle="--", label=f"unigram entropy, {unigram_entropy:.2f}")
     axes.set(xlabel="step", ylabel="loss, nats a token", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
