@@ -83,7 +83,7 @@ def start(folder: Path, config: dict, *arguments: str, devices: int = 1, name: s
         )
 
 
-def finish(*processes: subprocess.Popen, timeout: float = 300) -> list[int]:
+def finish(*processes: subprocess.Popen, timeout: float = 900) -> list[int]:
     """Waits for the processes and returns their exit codes; none outlives the call."""
     try:
         return [process.wait(timeout) for process in processes]
