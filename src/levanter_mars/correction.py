@@ -10,7 +10,6 @@ multiplied in where a gradient is used. So the gradient can be stored as the bac
 clipped copy of it is ever written.
 """
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from levanter_mars.parameters import RolesOrFn, map_parameters
+from levanter_mars.parameters import Parameter, RolesOrFn, map_parameters
 
 Clip = Literal["tensor", "global"]
 """What the clip's norm is taken over: each tensor alone, or all corrected tensors together."""
@@ -95,33 +94,33 @@ def approximate_correction(
     ):
         del params, extra_args
 
-        def correct() -> optax.Updates:
-            last = _scaled(state.last_clip_factor, state.last_gradient)
-            return jax.tree.map(lambda g, lg: g + scale * (g - lg), _scaled(clip_factor, gradient), last)
+        def correct(g: PyTree, last_g: PyTree) -> PyTree:
+            g, last_g = _scaled(clip_factor, g), _scaled(state.last_clip_factor, last_g)
+            return jax.tree.map(lambda g, lg: g + scale * (g - lg), g, last_g)
 
-        corrected, norms = correct(), ()
+        def clip_tensors(parameter: Parameter, corrected: PyTree, g: PyTree, last_g: PyTree, norm: PyTree, last_norm: PyTree) -> PyTree:
+            """Divides every tensor of a parameter by max(1, ‖c‖/clip_norm).
+
+            A pass over c for its norms is only made if a bound on one of them, ‖c‖ ≤ (1 + κ)·‖g‖ + κ·‖lg‖, leaves room for a clip
+            at all; the norms in it are known already, and those of most parameters are small. The margin covers their rounding. The
+            branch computes c again, because handing it over would have c written to memory where it otherwise never is.
+            """
+            bound = jax.tree.map(lambda g, lg: (1 + scale) * g + scale * lg, norm, last_norm)
+            divisor = jax.lax.cond(
+                jnp.any(~(optax.tree.max(bound) * (1 + 1e-3) <= clip_norm)),
+                lambda: jax.tree.map(lambda norm: jnp.maximum(1, norm / clip_norm), parameter.norm(correct(g, last_g))),
+                lambda: optax.tree.ones_like(bound),
+            )
+            return corrected * (1 / divisor).astype(corrected.dtype)
+
+        corrected, norms = correct(gradient, state.last_gradient), ()
         if clip == "tensor":
             norms = _scaled(clip_factor, tensor_norms(gradient))
-            bounds = jax.tree.map(lambda g, lg: (1 + scale) * g + scale * lg, norms, state.last_norms)
-            corrected = _clip_tensors(corrected, bounds, correct)
+            trees = (corrected, gradient, state.last_gradient, norms, state.last_norms)
+            corrected = map_parameters(clip_tensors, *trees, axis_roles=axis_roles)
         elif clip == "global":
             corrected, _ = optax.clip_by_global_norm(clip_norm).update(corrected, optax.EmptyState())
         return corrected, ApproximateCorrectionState(gradient, jnp.asarray(clip_factor, jnp.float32), norms)
-
-    def _clip_tensors(corrected: PyTree, bounds: PyTree, correct: Callable[[], PyTree]) -> PyTree:
-        """Divides every tensor by max(1, ‖c‖/clip_norm).
-
-        A pass over all of c is only made if a bound on some norm, ‖c‖ ≤ (1 + κ)·‖g‖ + κ·‖lg‖, leaves room for a clip at all;
-        the norms in it are known already, and late in a run they are small. The margin covers their rounding. The branch computes c
-        again, because handing it over would have c written to memory where it otherwise never is.
-        """
-        may_bind = jnp.array([jnp.any(~(bound * (1 + 1e-3) <= clip_norm)) for bound in jax.tree.leaves(bounds)]).any()
-        divisors = jax.lax.cond(
-            may_bind,
-            lambda: jax.tree.map(lambda norm: jnp.maximum(1, norm / clip_norm), tensor_norms(correct())),
-            lambda: optax.tree.ones_like(bounds),
-        )
-        return map_parameters(lambda _, c, divisor: c * (1 / divisor).astype(c.dtype), corrected, divisors, axis_roles=axis_roles)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
