@@ -5,11 +5,12 @@ tensor of every layer, or of every expert, in one array. The modules say which a
 `Linear.Out`, `MoELinear.Experts`, `LayerNorm.axis`. This file reads them, so that no other file has to guess from a shape.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import equinox as eqx
 import haliax as hax
@@ -18,10 +19,11 @@ import jax
 import jax.numpy as jnp
 from haliax.nn.conv import Conv, ConvTranspose
 from haliax.nn.normalization import LayerNormBase
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 from levanter.layers.stacked import ArrayStacked
 
 Kind = Literal["matrix", "vector", "other"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 AxisRef = int | str | hax.Axis
 """An axis by its position (negative counts from the end) or, in a NamedArray, by its name."""
 
@@ -69,6 +71,7 @@ class Parameter:
     outputs: tuple[int, ...]
     axis_names: tuple[str, ...] | None = None
     embedding: bool = False
+    """Whether it is an embedding's table, or the head: a matrix from features to the vocabulary of one."""
 
     @property
     def stack_shape(self) -> tuple[int, ...]:
@@ -89,11 +92,33 @@ class Parameter:
         Returns:
             One norm for each stacked tensor, shaped to broadcast against `x`.
         """
-        features = self.inputs + self.outputs
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if isinstance(x, hax.NamedArray):
-            return hax.sqrt(hax.sum(hax.square(x), axis=tuple(x.axes[i].name for i in features)))
-        return jnp.sqrt(jnp.sum(jnp.square(x), axis=features, keepdims=True))
+            return hax.sqrt(hax.sum(hax.square(x), axis=self._feature_names(x)))
+        return jnp.sqrt(jnp.sum(jnp.square(x), axis=self.inputs + self.outputs, keepdims=True))
+
+    def mean(self, x: hax.NamedArray | jax.Array) -> hax.NamedArray | jax.Array:
+        """The mean of every tensor in `x`, shaped as `norm` is, in at least float32."""
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        if isinstance(x, hax.NamedArray):
+            return hax.mean(x, axis=self._feature_names(x))
+        return jnp.mean(x, axis=self.inputs + self.outputs, keepdims=True)
+
+    def to_matrices(self, x: hax.NamedArray | jax.Array) -> Float[Array, "*stack out in"]:
+        """The tensors of a matrix parameter as PyTorch would store each, the stack's axes in front."""
+        array = x.array if isinstance(x, hax.NamedArray) else x
+        stack = tuple(array.shape[i] for i in self.stack)
+        return array.transpose(self.stack + self.outputs + self.inputs).reshape(*stack, *self.tensor_shape)
+
+    def from_matrices(self, matrices: Float[Array, "*stack out in"], like: hax.NamedArray | jax.Array) -> hax.NamedArray | jax.Array:
+        """The inverse of `to_matrices`: an array of the form of `like`."""
+        order = self.stack + self.outputs + self.inputs
+        array = matrices.reshape([like.array.shape[i] if isinstance(like, hax.NamedArray) else like.shape[i] for i in order])
+        array = array.transpose([order.index(i) for i in range(len(order))])
+        return hax.NamedArray(array, like.axis_names) if isinstance(like, hax.NamedArray) else array
+
+    def _feature_names(self, x: hax.NamedArray) -> tuple[str, ...]:
+        return tuple(x.axes[i].name for i in self.inputs + self.outputs)
 
 
 def describe(params: PyTree, axis_roles: RolesOrFn | None = None) -> PyTree[Parameter]:
@@ -121,6 +146,8 @@ def describe(params: PyTree, axis_roles: RolesOrFn | None = None) -> PyTree[Para
         ]
     else:
         described = [found for found, _, _ in described]
+    vocabularies = {_output_names(found) for found in described if found.embedding} - {()}
+    described = [dataclasses.replace(found, embedding=found.embedding or _output_names(found) in vocabularies) for found in described]
     return jax.tree.structure(params, is_leaf=_is_array).unflatten(described)
 
 
@@ -183,6 +210,13 @@ def _(module: eqx.nn.Embedding) -> Mapping[str, AxisRoles]:
 def _(module: eqx.nn.LayerNorm | eqx.nn.RMSNorm) -> Mapping[str, AxisRoles]:
     features = vector(tuple(range(-len(module.shape), 0)))
     return {"weight": features, "bias": features}
+
+
+def _output_names(parameter: Parameter) -> tuple[str, ...]:
+    """The names of a matrix's output axes: of an embedding and of the head they are the vocabulary. Empty where axes have no names."""
+    if parameter.kind != "matrix" or parameter.axis_names is None:
+        return ()
+    return tuple(parameter.axis_names[i] for i in parameter.outputs)
 
 
 _Stack = tuple[str | None, int]

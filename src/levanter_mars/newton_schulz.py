@@ -1,0 +1,49 @@
+"""The Newton–Schulz iteration that replaces a matrix's singular values by numbers near 1. Knows nothing of models and meshes."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from levanter.optim.util import NEWTON_SCHULZ_COEFFICIENTS
+
+COEFFICIENTS: dict[str, list[tuple[float, float, float]]] = {
+    # Keller Jordan's, as the MARS release has them. They do not converge: singular values end up between about 0.7 and 1.2.
+    "jordan": [(3.4445, -4.7750, 2.0315)],
+    **NEWTON_SCHULZ_COEFFICIENTS,
+}
+"""(a, b, c) of every step, by name; a set shorter than the steps starts over, as Levanter's Muon uses it."""
+
+_EPSILON = 1e-7
+
+
+def newton_schulz(
+    matrices: Float[Array, "*batch m n"],
+    *,
+    steps: int = 5,
+    coefficients: str = "jordan",
+    dtype: jnp.dtype | str = "bfloat16",
+) -> Float[Array, "*batch m n"]:
+    """Orthogonalizes every matrix of a batch: X ← aX + (bA + cA²)X with A = XXᵀ, from X = G/(‖G‖_F + ε).
+
+    (Jordan et al., Muon, 2024; the quintic iteration of Björck & Bowie.) Works on the transpose where a matrix is tall, because A then
+    has the short side.
+
+    Args:
+        matrices: any number of matrices in front of the last two axes.
+        steps: iterations.
+        coefficients: a name in COEFFICIENTS.
+        dtype: of the iteration; the Frobenius norm is taken in float32.
+
+    Returns:
+        UVᵀ of each matrix's singular value decomposition, approximately, in `dtype`.
+    """
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = jnp.swapaxes(matrices, -2, -1) if tall else matrices
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = (x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + _EPSILON)).astype(dtype)
+    # Full precision of float32 where that is asked for: TPUs and GPUs would multiply in less.
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    for step in range(steps):
+        a, b, c = COEFFICIENTS[coefficients][step % len(COEFFICIENTS[coefficients])]
+        gram = jnp.matmul(x, jnp.swapaxes(x, -2, -1), precision=precision)
+        x = a * x + jnp.matmul(b * gram + c * jnp.matmul(gram, gram, precision=precision), x, precision=precision)
+    return jnp.swapaxes(x, -2, -1) if tall else x
