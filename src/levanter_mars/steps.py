@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from levanter.optim.skipstep import SkipStepConfig, SkipStepState
 
 from levanter_mars.batch_gradient import batch_gradient
-from levanter_mars.parameters import KINDS, Kind, RolesOrFn, map_parameters
+from levanter_mars.parameters import KINDS, Kind, RolesOrFn, describe, map_parameters
 
 
 class Gradient(NamedTuple):
@@ -164,6 +164,9 @@ def _with_clip_factor(gradient: PyTree, max_norm: float | None, axis_roles: Role
 
 
 def _norms_by_kind(updates: PyTree, axis_roles: RolesOrFn | None) -> dict[Kind, Float[Array, ""]]:
-    squares = map_parameters(lambda p, u: {p.kind: jnp.sum(jnp.square(p.norm(u)))}, updates, axis_roles=axis_roles)
-    by_kind = jax.tree.leaves(squares, is_leaf=lambda x: isinstance(x, dict))
-    return {kind: jnp.sqrt(sum((x[kind] for x in by_kind if kind in x), start=jnp.zeros([], jnp.float32))) for kind in KINDS}
+    described = jax.tree.leaves(describe(updates, axis_roles))
+    of_kind = {kind: [parameter.kind == kind for parameter in described] for kind in KINDS}
+    norms = map_parameters(lambda parameter, u: parameter.norm(u), updates, axis_roles=axis_roles)
+    squares = [jnp.sum(jnp.square(norm)) for norm in jax.tree.leaves(norms)]
+    zero = jnp.zeros([], jnp.float32)
+    return {kind: jnp.sqrt(sum((x for x, is_it in zip(squares, of_kind[kind], strict=True) if is_it), start=zero)) for kind in KINDS}
