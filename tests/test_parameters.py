@@ -66,13 +66,13 @@ def test_gpt2_without_biases_keeps_its_norms_weights():
     assert table(trained(shapes(dataclasses.replace(GPT2, use_bias=False)))) == [row for row in GPT2_TABLE if not row[0].endswith("bias")]
 
 
-def test_only_tables_looked_up_by_token_are_embeddings():
+def test_embeddings_are_tables_looked_up_by_token_and_the_head_over_the_same_vocabulary():
     assert [p.path for p in described(trained(shapes(GPT2))) if p.embedding] == [
         "embeddings.token_embeddings.weight",
         "embeddings.position_embeddings.weight",
     ]
     # An untied head is a Linear from width to vocabulary.
-    assert [p.path for p in described(trained(shapes(LLAMA))) if p.embedding] == ["embeddings.token_embeddings.weight"]
+    assert [p.path for p in described(trained(shapes(LLAMA))) if p.embedding] == ["embeddings.token_embeddings.weight", "lm_head.weight"]
 
 
 def test_axes_of_an_attention_projection():
@@ -409,3 +409,34 @@ def test_norms_of_bfloat16_are_taken_in_float32():
     (parameter,) = described(x)
     assert parameter.norm(x).dtype == jnp.float32
     np.testing.assert_array_equal(parameter.norm(x), [[64.0]])
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA, MIXTRAL], ids=["gpt2", "llama", "mixtral"])
+def test_matrices_and_back(config):
+    params = gaussian_like(trained(shapes(config)), seed=0)
+
+    def check(parameter, x):
+        if parameter.kind == "matrix":
+            matrices = parameter.to_matrices(x)
+            assert matrices.shape == (*parameter.stack_shape, *parameter.tensor_shape)
+            back = parameter.from_matrices(matrices, x)
+            assert back.axes == x.axes
+            np.testing.assert_array_equal(back.array, x.array)
+
+    map_parameters(check, params)
+    c_attn = next(p for p in described(params) if p.path.endswith(("c_attn.weight", "q_proj.weight")))
+    assert len(c_attn.outputs) > 1
+
+
+def test_an_array_between_its_stacks_and_features_as_matrices():
+    roles = matrix(inputs=(0, 3), outputs=2)
+    x = jnp.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
+    (parameter,) = described([x], [roles])
+    np.testing.assert_array_equal(parameter.to_matrices(x), np.einsum("aisb->isab", x).reshape(3, 4, 10))
+    np.testing.assert_array_equal(parameter.from_matrices(parameter.to_matrices(x), x), x)
+
+
+def test_means_are_per_tensor():
+    x = jnp.arange(24.0).reshape(2, 3, 4)
+    (parameter,) = described([x], [matrix(inputs=1, outputs=2)])
+    np.testing.assert_allclose(parameter.mean(x).ravel(), [5.5, 17.5])

@@ -197,10 +197,11 @@ def mars_shampoo(
     unscaled = optax.scale(1 / (1 - beta1))
     rules: Rules = {
         "mars-shampoo": parts.rule([parts.momentum(), unscaled, orthogonal], weight_decay, weight_decay_mask, learning_rate),
-        "mars-adamw": parts.rule([parts.correction(), adam], weight_decay, weight_decay_mask, learning_rate),
         "adamw": parts.rule([apply_clip_factor(), adam_1d], weight_decay_1d, None, learning_rate_1d),
         "adamw-embeddings": parts.rule([apply_clip_factor(), adam_1d], weight_decay, weight_decay_mask, learning_rate_1d),
     }
+    if optimize_1d:
+        rules["mars-adamw"] = parts.rule([parts.correction(), adam], weight_decay, weight_decay_mask, learning_rate)
     labels = functools.partial(assign_rules, "mars-shampoo", optimize_1d=optimize_1d, embeddings=embeddings, axis_roles=axis_roles)
     return parts.optimizer(rules, labels, max_grad_norm, diagnostics_every)
 
