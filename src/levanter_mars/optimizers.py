@@ -188,7 +188,7 @@ def mars_shampoo(
 
     def scale(parameter: Parameter) -> float:
         fan_out, fan_in = parameter.tensor_shape
-        return math.sqrt(max(1, fan_out / fan_in))
+        return math.sqrt(max(1, fan_out / max(1, fan_in)))
 
     adam = preconditioners.scale_by_adam(beta1, beta2, epsilon, momentum_dtype=momentum_dtype)
     adam_1d = preconditioners.scale_by_adam(beta1_1d, beta2_1d, epsilon, momentum_dtype=momentum_dtype)
