@@ -13,27 +13,36 @@ import jax
 import jax.numpy as jnp
 import jax.random as jrandom
 import numpy as np
+import optax
 import pytest
 import stock
 from draccus.utils import DecodingError, ParsingError
 from levanter.optim.config import AdamConfig, OptimizerConfig
-from levanter.optim.mars import MarsConfig
-from models import gaussian_like
+from levanter.optim.mars import MarsConfig as LevantersMarsConfig
+from levanter.trainer_state import trainables_only
+from models import LLAMA, gaussian_like, shapes
 
 import levanter_mars.configs
-from levanter_mars import MarsAdamWConfig, mars_adamw
+from levanter_mars import MarsAdamWConfig, MarsLionConfig, MarsMConfig, MarsShampooConfig, mars_adamw, mars_lion, mars_m, mars_shampoo
+from levanter_mars.configs import MarsConfig, Rule
 from levanter_mars.parameters import describe
 
 STEPS = 12
 
 
-def decode(**fields) -> OptimizerConfig:
-    return draccus.decode(OptimizerConfig, {"type": "mars-adamw", **fields})
+LLAMA_PARAMS = trainables_only(shapes(LLAMA), True)
+
+CONFIGS = {"mars-adamw": MarsAdamWConfig, "mars-lion": MarsLionConfig, "mars-shampoo": MarsShampooConfig, "mars-m": MarsMConfig}
+FUNCTIONS = {"mars-adamw": mars_adamw, "mars-lion": mars_lion, "mars-shampoo": mars_shampoo, "mars-m": mars_m}
+
+
+def decode(type: str = "mars-adamw", **fields) -> OptimizerConfig:
+    return draccus.decode(OptimizerConfig, {"type": type, **fields})
 
 
 def test_registered_beside_levanters_own():
-    assert type(decode()) is MarsAdamWConfig
-    assert draccus.decode(OptimizerConfig, {"type": "mars"}) == MarsConfig()
+    assert {name: type(decode(name)) for name in CONFIGS} == CONFIGS
+    assert draccus.decode(OptimizerConfig, {"type": "mars"}) == LevantersMarsConfig()
     assert draccus.decode(OptimizerConfig, {"type": "adam"}) == AdamConfig()
     assert OptimizerConfig.default_choice_name() == "adam"
 
@@ -55,12 +64,131 @@ def test_parsed_config_survives_its_own_encoding():
     assert draccus.decode(OptimizerConfig, draccus.encode(config, OptimizerConfig)) == config
 
 
-def test_the_functions_defaults_are_the_configs():
-    defaults = {name: p.default for name, p in inspect.signature(mars_adamw).parameters.items() if p.default is not inspect.Parameter.empty}
-    fields = {f.name: f.default for f in dataclasses.fields(MarsAdamWConfig)}
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_functions_defaults_are_the_configs(name):
+    parameters = inspect.signature(FUNCTIONS[name]).parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
+    fields = {f.name: f.default for f in dataclasses.fields(CONFIGS[name])}
     differing = {name: (value, fields[name]) for name, value in defaults.items() if name in fields and fields[name] != value}
     assert differing == {"max_grad_norm": (None, 1.0)}
     assert set(defaults) - set(fields) == {"weight_decay_mask", "axis_roles"}
+    # Every field is the function's, or one of the schedule, the decay mask and Levanter's skip_bad_steps.
+    assert set(fields) - set(parameters) == {f.name for f in dataclasses.fields(OptimizerConfig)} - set(parameters) | {"skip_bad_steps"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_bad_value_is_named_with_its_type(name):
+    with pytest.raises(ParsingError, match=f"^{name}: gamma is -1.0; it must be a finite number of at least 0$"):
+        decode(name, gamma=-1)
+
+
+GAMMAS = [
+    (0.1, [0.1] * 5),
+    ({"type": "constant", "value": 0.2}, [0.2] * 5),
+    ({"type": "linear", "init_value": 0.4, "end_value": 0.0, "transition_steps": 2, "transition_begin": 1}, [0.4, 0.4, 0.2, 0, 0]),
+    ({"type": "cosine", "init_value": 0.4, "decay_steps": 4, "alpha": 0.5}, [0.4, 0.3707107, 0.3, 0.2292893, 0.2]),
+    ([[0, 0.1], [2, 0.3], [3, 0.0]], [0.1, 0.1, 0.3, 0.0, 0.0]),
+]
+
+
+@pytest.mark.parametrize(("gamma", "values"), GAMMAS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_schedules_of_gamma(name, gamma, values):
+    config = decode(name, gamma=gamma)
+    assert draccus.decode(OptimizerConfig, draccus.encode(config, OptimizerConfig)) == config
+    optimizer, params = config.build(10), {"w": jnp.ones((2, 3))}
+    state, update, found = optimizer.init(params), jax.jit(optimizer.update), []
+    for _ in values:
+        _, state = update(params, state, params)
+        found.append(state.hyperparams["mars/gamma"])
+    np.testing.assert_allclose(found, values, atol=1e-6)
+
+
+BAD_GAMMAS = [
+    ([], r"gamma is \[\]; as a list it must hold \[step, value\] with steps that start at 0 and increase"),
+    ([[1, 0.1]], r"gamma is \[\(1, 0.1\)\]; as a list it must hold .*"),
+    ([[0, 0.1], [0, 0.2]], "gamma is .*; as a list it must hold .*"),
+    ([[0, 0.1], [5, -0.2]], "gamma at step 5 is -0.2; it must be a finite number of at least 0"),
+    ({"type": "linear", "init_value": -0.4, "end_value": 0, "transition_steps": 2}, "gamma.init_value is -0.4; it must be a finite .*"),
+    ({"type": "cosine", "init_value": 0.4, "decay_steps": 0}, "gamma.decay_steps is 0; it must be a whole number above 0"),
+]
+
+
+@pytest.mark.parametrize(("gamma", "sentence"), BAD_GAMMAS)
+def test_a_bad_schedule_of_gamma_is_named_in_one_sentence(gamma, sentence):
+    with pytest.raises(ParsingError, match=f"^mars-adamw: {sentence}$"):
+        decode(gamma=gamma)
+
+
+BAD_FOR_SOME = [
+    ("mars-m", {"newton_schulz_steps": 0}, "newton_schulz_steps is 0; it must be a whole number above 0"),
+    ("mars-m", {"newton_schulz_dtype": "float16"}, 'newton_schulz_dtype is \'float16\'; it must be "bfloat16" or "float32"'),
+    (
+        "mars-shampoo",
+        {"newton_schulz_coefficients": "cubic"},
+        "newton_schulz_coefficients is 'cubic'; it must be one of aol, jordan, polar_express, quintic, simple",
+    ),
+    ("mars-shampoo", {"embeddings": "none"}, 'embeddings is \'none\'; it must be "matrix" or "adamw"'),
+    ("mars-lion", {"momentum_dtype": "float8"}, 'momentum_dtype is \'float8\'; it must be "bfloat16", "float32", or null .*'),
+    (
+        "mars-lion",
+        {"last_gradient_dtype": "bfloat16", "correction_clip": None},
+        "last_gradient_dtype is 'bfloat16'; it must be None where no gradient is stored, as correction_clip is None",
+    ),
+    (
+        "mars-adamw",
+        {"last_gradient_dtype": "bfloat16", "exact": True},
+        "last_gradient_dtype is 'bfloat16'; it must be None where no gradient is stored, as exact is true",
+    ),
+    ("mars-lion", {"diagnostics_every": -1}, "diagnostics_every is -1; it must be a whole number of at least 0"),
+    ("mars-adamw", {"skip_bad_steps": 1}, "skip_bad_steps is 1; it must be true, false, the number of steps to look back on .*"),
+    ("mars-adamw", {"learning_rate_1d": None}, "learning_rate_1d is None; it must be a finite number of at least 0"),
+    ("mars-m", {"learning_rate_1d": -1.0}, "learning_rate_1d is -1.0; it must be a finite number of at least 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "sentence"), BAD_FOR_SOME)
+def test_a_bad_value_that_only_some_have_is_named_in_one_sentence(name, fields, sentence):
+    with pytest.raises(ParsingError, match=f"^{name}: {sentence}$"):
+        decode(name, **fields)
+
+
+def test_mars_m_decays_everything_as_published_unless_told_otherwise():
+    def decays(config):
+        return {rule.weight_decay for rule in jax.tree.leaves(config.rules(LLAMA_PARAMS), is_leaf=lambda x: isinstance(x, Rule))}
+
+    assert decays(decode("mars-m", weight_decay=0.3)) == {0.3}
+    assert decays(decode("mars-m", weight_decay=0.3, default_weight_decay_mask=True, weight_decay_1d=0.2)) == {0.3, 0.2, 0.0}
+    assert decays(decode("mars-m", weight_decay=0.3, weight_decay_modules=["mlp"])) == {0.3, 0.0}
+
+
+def test_who_follows_which_rule():
+    def rules(config):
+        found = jax.tree.leaves(config.rules(LLAMA_PARAMS), is_leaf=lambda x: isinstance(x, Rule))
+        described = jax.tree.leaves(describe(LLAMA_PARAMS))
+        return {(p.path.split(".")[-2], rule.name, rule.learning_rate_factor) for p, rule in zip(described, found, strict=True)}
+
+    hidden = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    norms = ["input_layernorm", "post_attention_layernorm", "norm"]
+    outer = ["token_embeddings", "lm_head"]
+
+    def table(matrices, of_outer, factor, factor_1d=1.0):
+        return {
+            *((name, matrices, 1.0) for name in hidden),
+            *((name, of_outer, factor) for name in outer),
+            *((name, "adamw", factor_1d) for name in norms),
+        }
+
+    assert rules(decode("mars-m")) == table("mars-m", "adamw", 1.0)
+    assert rules(decode("mars-m", embeddings="matrix")) == table("mars-m", "mars-m", 1.0)
+    assert rules(decode("mars-m", learning_rate=0.1, learning_rate_1d=0.05)) == table("mars-m", "adamw", 0.5, 0.5)
+    assert rules(decode("mars-shampoo", learning_rate=0.1, learning_rate_1d=0.05)) == table("mars-shampoo", "mars-shampoo", 1.0, 0.5)
+    assert rules(decode("mars-shampoo", learning_rate=0.1, learning_rate_1d=0.05, embeddings="adamw")) == table(
+        "mars-shampoo", "adamw", 0.5, 0.5
+    )
+    assert rules(decode("mars-lion", learning_rate=0.1, learning_rate_1d=0.05)) == table("mars-lion", "mars-lion", 1.0, 0.5)
+    everything = rules(decode("mars-shampoo", learning_rate=0.1, learning_rate_1d=0.05, optimize_1d=True))
+    assert {(name, rule) for name, rule, _ in everything if name in norms} == {(name, "mars-adamw") for name in norms}
 
 
 DECAY_RATE = "at least 0 and below 1"
@@ -167,7 +295,7 @@ SCALES = [0.01, 3, 1, 0.3, 0.1, 0.03, 0.01, 1, 0.3, 0.1, 0.03, 0.01]
 BASE = {"learning_rate": 0.1, "learning_rate_1d": 0.05, "warmup": 2, "weight_decay": 0.1}
 
 
-def trained(config: MarsAdamWConfig):
+def trained(config: MarsConfig):
     """The updates and the hyperparameters of twelve steps, on gradients that grow and shrink."""
     optimizer = config.build(STEPS)
     params = gaussian_like(MODEL, seed=0)
@@ -178,7 +306,11 @@ def trained(config: MarsAdamWConfig):
     def run(params, gradients):
         def step(carry, gradient):
             params, state = carry
-            updates, state = optimizer.update(gradient, state, params)
+
+            def obj_fn(params):
+                return sum(jnp.sum(g * x) for g, x in zip(jax.tree.leaves(gradient), jax.tree.leaves(params), strict=True))
+
+            updates, state = optimizer.update(gradient, state, params, obj_fn=obj_fn, loss=optax.global_norm(gradient))
             return (jax.tree.map(jnp.add, params, updates), state), (updates, state.hyperparams)
 
         return jax.lax.scan(step, (params, optimizer.init(params)), gradients)[1]
@@ -187,8 +319,8 @@ def trained(config: MarsAdamWConfig):
 
 
 @functools.cache
-def baseline(**context):
-    return trained(decode(**BASE, **context))[0]
+def baseline(name, **context):
+    return trained(decode(name, **BASE, **context))[0]
 
 
 # For every field a value that must change what is done, and what else must be set for it to count.
@@ -219,17 +351,39 @@ CHANGES = {
     "max_grad_norm": (None, {}),
     "correction_clip": ("global", {}),
     "correction_clip_norm": (0.1, {}),
+    "exact": (True, {}),
+    "momentum_dtype": ("bfloat16", {}),
+    "last_gradient_dtype": ("bfloat16", {"gamma": 1.0}),
+    "cautious": (True, {}),
+    "skip_bad_steps": ({"rolling_interval_length": 2, "sigma_factor": 0.1}, {}),
+    "newton_schulz_steps": (2, {}),
+    "newton_schulz_dtype": ("float32", {}),
+    "newton_schulz_coefficients": ("aol", {}),
+}
+# Where a type differs.
+CHANGES_OF = {
+    ("mars-shampoo", "beta2"): (0.95, {"optimize_1d": True}),
+    ("mars-shampoo", "embeddings"): ("adamw", {}),
+    ("mars-m", "embeddings"): ("matrix", {}),
+    ("mars-m", "default_weight_decay_mask"): (True, {}),
+    # The sign does not see a clip by the same factor at every step, nor a small change of the momentum.
+    ("mars-lion", "momentum_dtype"): ("bfloat16", {"beta1": 0.999}),
+    ("mars-lion", "last_gradient_dtype"): ("bfloat16", {"beta1": 0.9999, "gamma": 1000.0, "correction_clip_norm": 1e9}),
 }
 
 
 @pytest.mark.filterwarnings("ignore:cooldown is deprecated", "ignore:haps is deprecated")
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(MarsAdamWConfig)])
-def test_every_field_changes_what_the_optimizer_does(field):
-    value, context = CHANGES[field]
-    before = baseline(**context)
-    after, _ = trained(decode(**{**BASE, **context, field: value}))
+@pytest.mark.parametrize(
+    ("name", "field"),
+    # What diagnostics_every does is no update: tests/test_diagnostics.py.
+    [(name, f.name) for name, config in CONFIGS.items() for f in dataclasses.fields(config) if f.name != "diagnostics_every"],
+)
+def test_every_field_changes_what_the_optimizer_does(name, field):
+    value, context = CHANGES_OF.get((name, field)) or CHANGES[field]
+    before = baseline(name, **context)
+    after, _ = trained(decode(name, **{**BASE, **context, field: value}))
     changes = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), before, after)
-    assert max(jax.tree.leaves(changes)) > 1e-4
+    assert max(jax.tree.leaves(changes)) > 1e-5
 
 
 def test_rates_follow_levanters_schedule_each_from_its_own_peak():

@@ -46,7 +46,12 @@ class LoggedState(NamedTuple):
 
     @property
     def hyperparams(self) -> dict:
-        """The learning rates, and the diagnostics under `mars/`. Levanter's trackers show them under `optim/`."""
+        """The learning rates, and the diagnostics under `mars/`. Levanter's trackers show them under `optim/`.
+
+        Inside a traced function, where the state has no numbers, only the learning rates.
+        """
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self.injected)):
+            return dict(self.injected.hyperparams)
         return {**self.injected.hyperparams, **{f"mars/{name}": number for name, number in diagnostics(self).items()}}
 
 
