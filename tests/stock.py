@@ -99,6 +99,8 @@ def metrics(folder: Path, name: str = "run") -> list[dict]:
         start = line.find('{"tracker": "json_logger", "event": "log"')
         if start >= 0:
             record = json.loads(line[start:])
+            if record["step"] is None:  # logged from inside the compiled step, as Levanter's skip_bad_steps does
+                continue
             by_step.setdefault(record["step"], {}).update(record["metrics"])
     return [by_step[step] for step in sorted(by_step) if "train/loss" in by_step[step]]
 

@@ -72,6 +72,44 @@ def test_adam_trains_as_it_does_without_us(one_device):
     assert losses(one_device, "adam") == losses(one_device, "adam_alone")
 
 
+EXACT = {**MARS, "exact": True, "diagnostics_every": 4}
+
+
+def test_the_exact_form_with_accumulation_trains_as_without(one_device):
+    """Eight examples a device at a time on one device, sixteen on eight: through the stock command, which asks nothing of the user."""
+    accumulating = stock.config(EXACT)
+    accumulating["trainer"]["per_device_parallelism"] = 8
+    for name, config, devices in (("exact", stock.config(EXACT), 8), ("exact_by_microbatches", accumulating, 1)):
+        assert_finished(stock.finish(stock.start(one_device, config, devices=devices, name=name)), one_device, name)
+    np.testing.assert_allclose(losses(one_device, "exact_by_microbatches"), losses(one_device, "exact"), atol=1e-4, rtol=0)
+    # Another algorithm than the approximate form.
+    assert np.abs(np.subtract(losses(one_device, "exact"), losses(one_device, "one"))).max() > 1e-3
+    first, *_, last = stock.metrics(one_device, "exact")
+    # lg_1 = 0, so the first correction is κ = 0.475 times the gradient; later ones are the change of one step.
+    assert first["optim/mars/correction_ratio"] == pytest.approx(0.475, abs=1e-4)
+    assert 0 < last["optim/mars/correction_ratio"] < 0.1
+    assert last["optim/mars/skipped_steps"] == 0
+
+
+LEAN = {
+    "type": "mars-m",
+    "learning_rate": 2e-2,
+    "correction_clip": None,
+    "gamma": {"type": "linear", "init_value": 0.04, "end_value": 0.02, "transition_steps": 10},
+    "cautious": True,
+    "skip_bad_steps": 8,
+    "warmup": 5,
+}
+
+
+def test_options_of_the_family_train_and_are_logged(one_device):
+    assert_finished(stock.finish(stock.start(one_device, stock.config(LEAN), name="lean")), one_device, "lean")
+    loss = losses(one_device, "lean")
+    assert len(loss) == stock.STEPS and loss[-1] < loss[0] - 0.5
+    gammas = [step["optim/mars/gamma"] for step in stock.metrics(one_device, "lean")]
+    np.testing.assert_allclose(gammas, np.maximum(0.04 - 0.002 * np.arange(stock.STEPS), 0.02), rtol=1e-5)
+
+
 WITHOUT_US = """
 import runpy, sys, types
 sys.modules["levanter.optim.levanter_mars"] = types.ModuleType("nothing")
