@@ -2,8 +2,8 @@
 
     python benchmarks/update_time.py --rounds 40
 
-Prints the median milliseconds of each and the median, over rounds, of its time over AdamW's in the same round. Ratios hold on a
-noisy machine; the absolute times are this machine's.
+Prints the median milliseconds of each and the medians, over rounds, of its time over AdamW's and over Lion's in the same round.
+Ratios hold on a noisy machine; the absolute times are this machine's.
 """
 
 import statistics
@@ -21,7 +21,7 @@ from levanter.models.gpt2 import Gpt2Config
 from levanter.optim.config import AdamConfig, LionConfig, OptimizerConfig
 from levanter.optim.mars import MarsConfig
 
-from levanter_mars import MarsAdamWConfig
+from levanter_mars import MarsAdamWConfig, MarsLionConfig
 
 # Levanter's own mars calls this name, which JAX removed.
 jax.tree_map = jax.tree.map
@@ -31,8 +31,10 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
     "mars-adamw": MarsAdamWConfig(),
     "mars-adamw, correction_clip: global": MarsAdamWConfig(correction_clip="global"),
     "mars-adamw, correction_clip: null": MarsAdamWConfig(correction_clip=None),
+    "mars-adamw, diagnostics_every: 10": MarsAdamWConfig(diagnostics_every=10),
     "levanter's mars, repaired": MarsConfig(),
     "lion": LionConfig(),
+    "mars-lion, correction_clip: null": MarsLionConfig(correction_clip=None),
 }
 
 
@@ -82,7 +84,8 @@ def main(config: BenchmarkConfig):
     for name in contenders:
         milliseconds = 1e3 * statistics.median(times[name] for times in rounds)
         ratio = statistics.median(times[name] / times["adamw"] for times in rounds)
-        print(f"{name:40} {milliseconds:8.1f} ms   {ratio:5.2f} x adamw")
+        ratio_to_lion = statistics.median(times[name] / times["lion"] for times in rounds)
+        print(f"{name:40} {milliseconds:8.1f} ms   {ratio:5.2f} x adamw   {ratio_to_lion:5.2f} x lion")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def safe_step(
 
     def init(params: optax.Params) -> StepState:
         unknown = {kind: jnp.full([], jnp.nan, jnp.float32) for kind in KINDS}
-        last = jax.tree.map(jnp.asarray, params) if exact else ()
+        last = jax.tree.map(jnp.array, params) if exact else ()  # copies, so that both can be donated
         return StepState(inner.init(params), jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32), unknown, last)
 
     def update(

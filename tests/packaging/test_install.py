@@ -78,7 +78,12 @@ def install_wheel(environment: Environment) -> None:
     environment.pip_install(wheel)
 
 
-OURS = {"mars-adamw": "levanter_mars.configs.MarsAdamWConfig"}
+OURS = {
+    "mars-adamw": "levanter_mars.configs.MarsAdamWConfig",
+    "mars-lion": "levanter_mars.configs.MarsLionConfig",
+    "mars-shampoo": "levanter_mars.configs.MarsShampooConfig",
+    "mars-m": "levanter_mars.configs.MarsMConfig",
+}
 # What `optimizer: {type: ...}` in a YAML turns into, for every type that Levanter knows.
 DECODE_ALL = """
 import json, draccus
