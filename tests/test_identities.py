@@ -329,3 +329,35 @@ def test_lora_trains_the_adapters_and_nothing_else(config):
     }
     assert {path for path, d in moved.items() if d > 0} == {path for path in moved if ".lora." in path}
     assert min(d for path, d in moved.items() if ".lora." in path) > 0.001
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_frozen_parameters_stay_and_have_no_state(config):
+    model = weights_like(shapes(MIXTRAL), seed=0)
+    every, none = (functools.partial(jax.tree.map, lambda _, b=b: b, is_leaf=hax.is_named_array) for b in (True, False))
+    frozen = eqx.tree_at(lambda m: m.embeddings, every(model), none(model.embeddings))
+    optimizer = config(learning_rate=0.1, learning_rate_1d=0.05, warmup=0).build(10)
+    state = init_optimizer_for_trainables(optimizer, trainables_only(model, frozen))
+    assert not any(".embeddings." in jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(state))
+    step = eqx.filter_jit(functools.partial(take_train_step, optimizer, is_trainable=frozen))
+    after, _, _ = step(model, state, weights_like(shapes(MIXTRAL), seed=1))
+    jax.tree.map(np.testing.assert_array_equal, after.embeddings, model.embeddings)
+    moved = jax.tree.map(
+        lambda a, b: float(np.abs(a - b).max()), trainables_only(after.transformer, True), trainables_only(model.transformer, True)
+    )
+    assert min(jax.tree.leaves(moved)) > 0.001
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_bfloat16_parameters_of_every_type(config):
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), gaussian_like(TREE, seed=0))
+    gradients = gradients_of(params, [1.0, 0.3])
+    exactly = FLOAT32 if config in (MarsShampooConfig, MarsMConfig) else {}
+    optimizer = config(learning_rate=0.1, learning_rate_1d=0.05, warmup=0, momentum_dtype="float32", **exactly).build(10)
+    found = updates_of(optimizer, params, gradients)
+    assert {u.dtype for u in jax.tree.leaves(found)} == {jnp.dtype(jnp.bfloat16)}
+    wide = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
+    full = updates_of(optimizer, wide(params), [wide(g) for g in gradients])
+    for u, expected in zip(found, full, strict=True):
+        for name in TREE:
+            assert np.linalg.norm(wide(u)[name] - expected[name]) <= 0.05 * np.linalg.norm(expected[name]) + 1e-3
