@@ -6,6 +6,7 @@ Prints the median milliseconds of each and the medians, over rounds, of its time
 Ratios hold on a noisy machine; the absolute times are this machine's.
 """
 
+import random
 import statistics
 import time
 from dataclasses import dataclass
@@ -79,7 +80,11 @@ def main(config: BenchmarkConfig):
     gradients = optax.tree.scale(config.gradient_norm / optax.global_norm(gradients), gradients)
     contenders = {name: Contender(optimizer, params, gradients) for name, optimizer in OPTIMIZERS.items()}
 
-    rounds = [{name: contender.seconds() for name, contender in contenders.items()} for _ in range(config.rounds + 2)][2:]
+    # In a new order every round, because what ran before leaves its mark on caches and on the allocator.
+    order = random.Random(0)
+    rounds = [
+        {name: contenders[name].seconds() for name in order.sample(list(contenders), len(contenders))} for _ in range(config.rounds + 2)
+    ][2:]
     print(f"{sum(p.size for p in jax.tree.leaves(params)):,} parameters, {config.rounds} rounds, {jax.devices()[0].device_kind}")
     for name in contenders:
         milliseconds = 1e3 * statistics.median(times[name] for times in rounds)

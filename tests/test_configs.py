@@ -368,7 +368,10 @@ CHANGES_OF = {
     ("mars-m", "default_weight_decay_mask"): (True, {}),
     # The sign does not see a clip by the same factor at every step, nor a small change of the momentum.
     ("mars-lion", "momentum_dtype"): ("bfloat16", {"beta1": 0.999}),
-    ("mars-lion", "last_gradient_dtype"): ("bfloat16", {"beta1": 0.9999, "gamma": 1000.0, "correction_clip_norm": 1e9}),
+    ("mars-lion", "last_gradient_dtype"): (
+        "bfloat16",
+        {"beta1": 0.9999, "gamma": 1000.0, "correction_clip_norm": 1e9, "max_grad_norm": None},
+    ),
 }
 
 
