@@ -24,7 +24,7 @@ from models import LLAMA, gaussian_like, shapes
 
 import levanter_mars.configs
 from levanter_mars import MarsAdamWConfig, MarsLionConfig, MarsMConfig, MarsShampooConfig, mars_adamw, mars_lion, mars_m, mars_shampoo
-from levanter_mars.configs import MarsConfig, Rule
+from levanter_mars.configs import MarsOptimizerConfig, Rule
 from levanter_mars.parameters import describe
 
 STEPS = 12
@@ -295,7 +295,7 @@ SCALES = [0.01, 3, 1, 0.3, 0.1, 0.03, 0.01, 1, 0.3, 0.1, 0.03, 0.01]
 BASE = {"learning_rate": 0.1, "learning_rate_1d": 0.05, "warmup": 2, "weight_decay": 0.1}
 
 
-def trained(config: MarsConfig):
+def trained(config: MarsOptimizerConfig):
     """The updates and the hyperparameters of twelve steps, on gradients that grow and shrink."""
     optimizer = config.build(STEPS)
     params = gaussian_like(MODEL, seed=0)

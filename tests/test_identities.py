@@ -361,3 +361,38 @@ def test_bfloat16_parameters_of_every_type(config):
     for u, expected in zip(found, full, strict=True):
         for name in TREE:
             assert np.linalg.norm(wide(u)[name] - expected[name]) <= 0.05 * np.linalg.norm(expected[name]) + 1e-3
+
+
+@pytest.mark.parametrize("function", [mars_adamw, mars_lion, mars_shampoo, mars_m])
+def test_under_optax_inject_hyperparams(function):
+    """It makes every number an array that update may be given anew: of the defaults, whole numbers too."""
+    fixed = {"newton_schulz_dtype": "float32"} if function in (mars_shampoo, mars_m) else {}
+    params = gaussian_like(TREE, seed=0)
+    injected = optax.inject_hyperparams(function)(learning_rate=0.1, gamma=0.05, **fixed)
+    gradients = gradients_of(params, [1.0, 0.1])
+    found = updates_of(injected, params, gradients)
+    assert_close(found, updates_of(function(0.1, gamma=0.05, **fixed), params, gradients), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [mars_adamw, mars_lion, mars_shampoo, mars_m])
+def test_float64(function):
+    with jax.enable_x64(True):
+        params = {"a": jnp.asarray(np.random.default_rng(0).standard_normal((4, 6))), "v": jnp.ones(3, jnp.float64)}
+        optimizer = function(0.1, max_grad_norm=1.0, diagnostics_every=2)
+
+        def step(carry, _):
+            params, state = carry
+            updates, state = optimizer.update(params, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        (after, _), _ = jax.lax.scan(step, (params, optimizer.init(params)), None, 3)
+        assert {x.dtype for x in jax.tree.leaves(after)} == {jnp.dtype("float64")}
+
+
+def test_numbers_are_parameters_too_and_complex_ones_are_not():
+    params = {"x": 1.0, "w": jnp.ones((2, 3))}
+    optimizer = mars_adamw(0.1, learning_rate_1d=0.1, weight_decay_1d=0.0)
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    assert float(updates["x"]) == pytest.approx(-0.1)
+    with pytest.raises(TypeError, match="^w is complex; only real arrays can be optimized$"):
+        optimizer.init({"w": jnp.ones((2, 3), jnp.complex64)})

@@ -440,3 +440,25 @@ def test_means_are_per_tensor():
     x = jnp.arange(24.0).reshape(2, 3, 4)
     (parameter,) = described([x], [matrix(inputs=1, outputs=2)])
     np.testing.assert_allclose(parameter.mean(x).ravel(), [5.5, 17.5])
+
+
+def test_a_head_is_a_head_whether_or_not_its_embedding_is_trained():
+    params = trained(shapes(LLAMA))
+    for absent in (None, optax.MaskedNode()):
+        without = eqx.tree_at(lambda m: m.embeddings.token_embeddings.weight, params, replace=absent)
+        assert [p.path for p in described(without) if p.embedding] == ["lm_head.weight"]
+
+
+def test_equinox_cells_and_convolutions():
+    modules = {"gru": eqx.nn.GRUCell(3, 2, key=KEY), "lstm": eqx.nn.LSTMCell(3, 2, key=KEY), "conv": eqx.nn.Conv2d(3, 4, 5, key=KEY)}
+    assert sorted(table(eqx.filter(modules, eqx.is_inexact_array))) == [
+        ("conv.bias", "vector", (), (4,)),
+        ("conv.weight", "other", (), (4, 75)),
+        ("gru.bias", "vector", (), (6,)),
+        ("gru.bias_n", "vector", (), (2,)),
+        ("gru.weight_hh", "matrix", (), (6, 2)),
+        ("gru.weight_ih", "matrix", (), (6, 3)),
+        ("lstm.bias", "vector", (), (8,)),
+        ("lstm.weight_hh", "matrix", (), (8, 2)),
+        ("lstm.weight_ih", "matrix", (), (8, 3)),
+    ]

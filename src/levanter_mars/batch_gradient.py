@@ -27,7 +27,7 @@ def batch_gradient(obj_fn: Callable[[PyTree], Any] | None, params: PyTree) -> Py
         params: a tree in the form of the step's parameters.
 
     Raises:
-        ValueError: if `obj_fn` is None.
+        ValueError: if `obj_fn` is None, or that of a Levanter whose trainer is not as it was when this was written.
     """
     if obj_fn is None:
         raise ValueError(NO_OBJECTIVE)
@@ -42,4 +42,6 @@ def batch_gradient(obj_fn: Callable[[PyTree], Any] | None, params: PyTree) -> Py
             model = inference_mode(eqx.combine(params, state.model), False)
             _, gradient, _ = trainer._compute_gradients_microbatched(trainer.loss_fn, model, *batch, **batch_kwargs, key=key)
             return partition_for_grad_overwrite(trainables_only(gradient, state.is_trainable))[1]
+        case {"self": Trainer()}:
+            raise ValueError(f"exact: true does not know the trainer of this Levanter, whose objective refers to {', '.join(refers_to)}")
     return eqx.filter_grad(obj_fn)(params)

@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MarsConfig(OptimizerConfig):
+class MarsOptimizerConfig(OptimizerConfig):
     """What the four types have in common. `weight_decay` goes to the matrices that `weight_decay_modules` or Levanter's default picks (no
     embeddings, no norms); `weight_decay_1d` goes to everything that is no matrix.
 
@@ -130,7 +130,7 @@ class MarsConfig(OptimizerConfig):
 
 @OptimizerConfig.register_subclass("mars-adamw")
 @dataclass(frozen=True)
-class MarsAdamWConfig(MarsConfig):
+class MarsAdamWConfig(MarsOptimizerConfig):
     """MARS-AdamW (arXiv 2411.10438) as its authors' release computes it. The defaults are the published GPT-2 small run's."""
 
     beta2: float = 0.99
@@ -144,7 +144,7 @@ class MarsAdamWConfig(MarsConfig):
 
 @OptimizerConfig.register_subclass("mars-lion")
 @dataclass(frozen=True)
-class MarsLionConfig(MarsConfig):
+class MarsLionConfig(MarsOptimizerConfig):
     """MARS-Lion (arXiv 2411.10438) as its authors' release computes it: the sign of the corrected gradients' momentum."""
 
     learning_rate: float = 6e-4
@@ -157,7 +157,7 @@ class MarsLionConfig(MarsConfig):
 
 @OptimizerConfig.register_subclass("mars-shampoo")
 @dataclass(frozen=True)
-class MarsShampooConfig(MarsConfig):
+class MarsShampooConfig(MarsOptimizerConfig):
     """MARS-Shampoo (arXiv 2411.10438) as its authors' release computes it: the momentum, orthogonalized."""
 
     learning_rate: float = 2e-2
@@ -178,7 +178,7 @@ class MarsShampooConfig(MarsConfig):
 
 @OptimizerConfig.register_subclass("mars-m")
 @dataclass(frozen=True)
-class MarsMConfig(MarsConfig):
+class MarsMConfig(MarsOptimizerConfig):
     """MARS-M (arXiv 2510.21800) as its authors' release computes it: Moonlight's Muon on the corrected gradients' momentum.
 
     As published, `weight_decay` goes to everything, unless `weight_decay_modules` or `default_weight_decay_mask` says otherwise.

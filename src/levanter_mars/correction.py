@@ -233,8 +233,8 @@ def _measure(
         correction = jax.tree.map(lambda g, lg: jnp.asarray(kappa, g.dtype) * (g - lg), g, lg)
         counted = [jnp.asarray(d).ravel() for d in jax.tree.leaves(divisors)]
         return Measured(
-            sum_of_squares(correction, axis_roles),
-            sum_of_squares(g, axis_roles),
+            sum_of_squares(correction, axis_roles).astype(jnp.float32),
+            sum_of_squares(g, axis_roles).astype(jnp.float32),
             sum((jnp.sum(d > 1).astype(jnp.float32) for d in counted), start=jnp.zeros([], jnp.float32)),
             jnp.asarray(sum(d.size for d in counted), jnp.float32),
         )

@@ -15,7 +15,7 @@ from levanter.optim.config import OptimizerConfig
 from levanter.tracker import NoopTracker
 from levanter.trainer_state import cast_params_by_trainability, trainables_only
 
-from levanter_mars.configs import MarsConfig, Rule
+from levanter_mars.configs import MarsOptimizerConfig, Rule
 from levanter_mars.parameters import Parameter, describe
 
 
@@ -53,7 +53,7 @@ def explain(params: PyTree, optimizer: OptimizerConfig, num_train_steps: int) ->
     parameters = jax.tree.leaves(describe(params))
     rules: list[Rule | None] = [None] * len(parameters)
     with levanter.tracker.current_tracker(NoopTracker()):
-        if isinstance(optimizer, MarsConfig):
+        if isinstance(optimizer, MarsOptimizerConfig):
             rules = jax.tree.leaves(optimizer.rules(params), is_leaf=lambda x: isinstance(x, Rule))
         state = eqx.filter_eval_shape(optimizer.build(num_train_steps).init, params)
     count = sum(x.size for x in jax.tree.leaves(params))

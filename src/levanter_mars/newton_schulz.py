@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from levanter.optim.util import NEWTON_SCHULZ_COEFFICIENTS
 
 COEFFICIENTS: dict[str, list[tuple[float, float, float]]] = {
@@ -18,7 +18,7 @@ _EPSILON = 1e-7
 def newton_schulz(
     matrices: Float[Array, "*batch m n"],
     *,
-    steps: int = 5,
+    steps: int | Int[Array, ""] = 5,
     coefficients: str = "jordan",
     dtype: jnp.dtype | str = "bfloat16",
 ) -> Float[Array, "*batch m n"]:
@@ -42,8 +42,16 @@ def newton_schulz(
     x = (x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + _EPSILON)).astype(dtype)
     # Full precision of float32 where that is asked for: TPUs and GPUs would multiply in less.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    for step in range(steps):
-        a, b, c = COEFFICIENTS[coefficients][step % len(COEFFICIENTS[coefficients])]
+
+    def iterate(x: Array, a, b, c) -> Array:
         gram = jnp.matmul(x, jnp.swapaxes(x, -2, -1), precision=precision)
-        x = a * x + jnp.matmul(b * gram + c * jnp.matmul(gram, gram, precision=precision), x, precision=precision)
+        return a * x + jnp.matmul(b * gram + c * jnp.matmul(gram, gram, precision=precision), x, precision=precision)
+
+    sets = COEFFICIENTS[coefficients]
+    if isinstance(steps, jax.Array):  # as optax.inject_hyperparams makes it
+        table = jnp.array(sets, x.dtype)
+        x = jax.lax.fori_loop(0, steps, lambda step, x: iterate(x, *table[step % len(sets)]), x)
+    else:
+        for step in range(steps):
+            x = iterate(x, *sets[step % len(sets)])
     return jnp.swapaxes(x, -2, -1) if tall else x

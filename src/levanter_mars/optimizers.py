@@ -20,7 +20,8 @@ Matrices (layer by layer, expert by expert) follow MARS and everything else foll
     axis_roles           what the caller knows better than the modules; see `levanter_mars.parameters.describe`
 
 and `update` needs the parameters. Plain two-dimensional arrays are matrices stored (in, out); `axis_roles` says otherwise. A step
-whose gradient is not finite changes nothing and is counted. A ValueError names a value that is out of range, and the range.
+whose gradient's norm is not finite changes neither parameters nor state and is counted; schedules of learning rates go on, that of γ
+waits. A ValueError names a value that is out of range, and the range.
 """
 
 import functools
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import DTypeLike, PyTree
 
@@ -83,7 +85,16 @@ def mars_adamw(
         The others are described at the top of this module.
     """
     parts = _Parts(
-        beta1, gamma, correction_clip, correction_clip_norm, exact, momentum_dtype, last_gradient_dtype, cautious, axis_roles, True
+        beta1=beta1,
+        gamma=gamma,
+        correction_clip=correction_clip,
+        correction_clip_norm=correction_clip_norm,
+        exact=exact,
+        momentum_dtype=momentum_dtype,
+        last_gradient_dtype=last_gradient_dtype,
+        cautious=cautious,
+        axis_roles=axis_roles,
+        some_rule_needs_the_correction=True,
     )
     adam = preconditioners.scale_by_adam(beta1, beta2, epsilon, amsgrad=amsgrad, momentum_dtype=momentum_dtype)
     adam_1d = preconditioners.scale_by_adam(beta1_1d, beta2_1d, epsilon, amsgrad=amsgrad, momentum_dtype=momentum_dtype)
@@ -129,7 +140,17 @@ def mars_lion(
         optimize_1d: give everything the matrices' rule, with `learning_rate` and `weight_decay`.
         The others are described at the top of this module.
     """
-    parts = _Parts(beta1, gamma, correction_clip, correction_clip_norm, exact, momentum_dtype, last_gradient_dtype, cautious, axis_roles)
+    parts = _Parts(
+        beta1=beta1,
+        gamma=gamma,
+        correction_clip=correction_clip,
+        correction_clip_norm=correction_clip_norm,
+        exact=exact,
+        momentum_dtype=momentum_dtype,
+        last_gradient_dtype=last_gradient_dtype,
+        cautious=cautious,
+        axis_roles=axis_roles,
+    )
     adam_1d = preconditioners.scale_by_adam(beta1_1d, beta2_1d, epsilon, momentum_dtype=momentum_dtype)
     rules: Rules = {
         "mars-lion": parts.rule([parts.momentum(), optax.scale_by_sign()], weight_decay, weight_decay_mask, learning_rate),
@@ -183,7 +204,16 @@ def mars_shampoo(
         The others are described at the top of this module.
     """
     parts = _Parts(
-        beta1, gamma, correction_clip, correction_clip_norm, exact, momentum_dtype, last_gradient_dtype, cautious, axis_roles, optimize_1d
+        beta1=beta1,
+        gamma=gamma,
+        correction_clip=correction_clip,
+        correction_clip_norm=correction_clip_norm,
+        exact=exact,
+        momentum_dtype=momentum_dtype,
+        last_gradient_dtype=last_gradient_dtype,
+        cautious=cautious,
+        axis_roles=axis_roles,
+        some_rule_needs_the_correction=optimize_1d,
     )
 
     def scale(parameter: Parameter) -> float:
@@ -247,7 +277,17 @@ def mars_m(
         embeddings: the rule of embedding tables and an untied head: "matrix", or "adamw" with `weight_decay`.
         The others are described at the top of this module.
     """
-    parts = _Parts(beta1, gamma, correction_clip, correction_clip_norm, exact, momentum_dtype, last_gradient_dtype, cautious, axis_roles)
+    parts = _Parts(
+        beta1=beta1,
+        gamma=gamma,
+        correction_clip=correction_clip,
+        correction_clip_norm=correction_clip_norm,
+        exact=exact,
+        momentum_dtype=momentum_dtype,
+        last_gradient_dtype=last_gradient_dtype,
+        cautious=cautious,
+        axis_roles=axis_roles,
+    )
     learning_rate_1d = learning_rate if learning_rate_1d is None else learning_rate_1d
     weight_decay_1d = weight_decay if weight_decay_1d is None else weight_decay_1d
 
@@ -304,11 +344,11 @@ class _Parts:
     last_gradient_dtype: DTypeLike | None
     cautious: bool
     axis_roles: RolesOrFn | None
-    always_stored: bool = False
-    """Whether some parameter keeps its last gradient even without the clip."""
+    some_rule_needs_the_correction: bool = False
+    """Whether some rule corrects gradients for more than a momentum, and so stores the last one even without the clip."""
 
     def __post_init__(self):
-        stores_gradient = not self.exact and (self.always_stored or self.correction_clip is not None)
+        stores_gradient = not self.exact and (self.some_rule_needs_the_correction or self.correction_clip is not None)
         if self.last_gradient_dtype is not None and not stores_gradient:
             reason = "exact is true" if self.exact else "correction_clip is None"
             raise ValueError(
@@ -363,6 +403,6 @@ def _keep_dtype() -> optax.GradientTransformation:
     """Casts updates to their parameters' dtypes: a learning rate or decay in float32 must not widen bfloat16 parameters."""
 
     def cast(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
-        return updates if params is None else jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
+        return updates if params is None else jax.tree.map(lambda u, p: u.astype(jnp.asarray(p).dtype), updates, params)
 
     return optax.stateless(cast)

@@ -146,7 +146,9 @@ def describe(params: PyTree, axis_roles: RolesOrFn | None = None) -> PyTree[Para
         ]
     else:
         described = [found for found, _, _ in described]
-    vocabularies = {_output_names(found) for found in described if found.embedding} - {()}
+    # Of embeddings whose table is masked or frozen too: a head is a head whatever else is trained.
+    vocabularies = {_names(module.Vocab) for module in _embeddings(params)}
+    vocabularies |= {_output_names(found) for found in described if found.embedding} - {()}
     described = [dataclasses.replace(found, embedding=found.embedding or _output_names(found) in vocabularies) for found in described]
     return jax.tree.structure(params, is_leaf=_is_array).unflatten(described)
 
@@ -200,6 +202,20 @@ def _(module: eqx.nn.Linear) -> Mapping[str, AxisRoles]:
     return {"weight": matrix(inputs=-1, outputs=-2), "bias": vector(-1)}
 
 
+@declared_axes.register(eqx.nn.GRUCell)
+@declared_axes.register(eqx.nn.LSTMCell)
+def _(module: eqx.nn.GRUCell | eqx.nn.LSTMCell) -> Mapping[str, AxisRoles]:
+    weight = matrix(inputs=-1, outputs=-2)
+    return {"weight_ih": weight, "weight_hh": weight, "bias": vector(-1), "bias_n": vector(-1)}
+
+
+@declared_axes.register
+def _(module: eqx.nn.Conv) -> Mapping[str, AxisRoles]:
+    spatial = tuple(range(-module.num_spatial_dims, 0))
+    filters = AxisRoles("other", inputs=(spatial[0] - 1, *spatial), outputs=(spatial[0] - 2,))
+    return {"weight": filters, "bias": vector(tuple(range(spatial[0] - 1, 0)))}
+
+
 @declared_axes.register
 def _(module: eqx.nn.Embedding) -> Mapping[str, AxisRoles]:
     return {"weight": matrix(inputs=-1, outputs=-2, embedding=True)}
@@ -210,6 +226,11 @@ def _(module: eqx.nn.Embedding) -> Mapping[str, AxisRoles]:
 def _(module: eqx.nn.LayerNorm | eqx.nn.RMSNorm) -> Mapping[str, AxisRoles]:
     features = vector(tuple(range(-len(module.shape), 0)))
     return {"weight": features, "bias": features}
+
+
+def _embeddings(params: PyTree) -> list[hnn.Embedding]:
+    nodes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, hnn.Embedding))
+    return [node for node in nodes if isinstance(node, hnn.Embedding)]
 
 
 def _output_names(parameter: Parameter) -> tuple[str, ...]:
@@ -247,6 +268,8 @@ def _walk(
 
 
 def _describe(path: str, x: Any, roles: AxisRoles | None, stacked: tuple[_Stack, ...]) -> Parameter:
+    if jnp.iscomplexobj(x.array if isinstance(x, hax.NamedArray) else x):
+        raise TypeError(f"{path} is complex; only real arrays can be optimized")
     names = tuple(axis.name for axis in x.axes) if isinstance(x, hax.NamedArray) else None
     shape = tuple(axis.size for axis in x.axes) if isinstance(x, hax.NamedArray) else jnp.shape(x)
     roles = roles or (_roles_of_array(shape, stacked) if names is None else _roles_of_named_array(names, stacked))

@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
     gradient: Gradient
     good: Bool[Array, ""]
-    """Whether the gradient is finite. If not, nothing but counts may change."""
+    """Whether the gradient's norm is finite. If not, nothing but counts may change."""
     previous: Gradient | None = None
     """In the exact form, this batch's gradient at the previous parameters."""
     measure: Bool[Array, ""] | None = None
@@ -72,7 +72,7 @@ def safe_step(
     diagnostics_every: int = 0,
     axis_roles: RolesOrFn | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Hands `inner` the gradient unclipped with a `Step`, and skips, and counts, the steps whose gradient is not finite.
+    """Hands `inner` the gradient unclipped with a `Step`, and skips, and counts, the steps whose gradient's norm is not finite.
 
     Args:
         inner: a transformation that takes the extra argument `step`.
@@ -84,6 +84,7 @@ def safe_step(
     """
 
     def init(params: optax.Params) -> StepState:
+        params = jax.tree.map(jnp.asarray, params)
         unknown = {kind: jnp.full([], jnp.nan, jnp.float32) for kind in KINDS}
         last = jax.tree.map(jnp.array, params) if exact else ()  # copies, so that both can be donated
         return StepState(inner.init(params), jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32), unknown, last)
@@ -96,6 +97,7 @@ def safe_step(
         obj_fn: Callable[[PyTree], Any] | None = None,
         **extra_args,
     ):
+        gradient, params = jax.tree.map(jnp.asarray, (gradient, params))  # numbers are parameters too
         this, good = _with_clip_factor(gradient, max_grad_norm, axis_roles)
         previous, last_params = None, ()
         if exact:
@@ -104,7 +106,7 @@ def safe_step(
             previous, finite = _with_clip_factor(batch_gradient(obj_fn, at), max_grad_norm, axis_roles)
             good = good & finite
             last_params = jax.tree.map(lambda new, old: jnp.where(good, new, old), params, state.last_params)
-        measure = state.count % diagnostics_every == 0 if diagnostics_every else None
+        measure = _is_due(state.count, diagnostics_every)
 
         step = Step(this, good, previous, measure)
         updates, inner_state = inner.update(gradient, state.inner, params, step=step, **extra_args)
@@ -157,9 +159,15 @@ def sum_of_squares(tree: PyTree, axis_roles: RolesOrFn | None = None) -> Float[A
     return sum((jnp.sum(jnp.square(norm)) for norm in jax.tree.leaves(norms)), start=jnp.zeros([], jnp.float32))
 
 
+def _is_due(count: Int[Array, ""], every: int | Int[Array, ""]) -> Bool[Array, ""] | None:
+    if isinstance(every, jax.Array):  # as optax.inject_hyperparams makes it
+        return (every > 0) & (count % jnp.maximum(every, 1) == 0)
+    return count % every == 0 if every else None
+
+
 def _with_clip_factor(gradient: PyTree, max_norm: float | None, axis_roles: RolesOrFn | None) -> tuple[Gradient, Bool[Array, ""]]:
     norm = jnp.sqrt(sum_of_squares(gradient, axis_roles))
-    factor = jnp.ones([], jnp.float32) if max_norm is None else jnp.minimum(1, max_norm / norm)
+    factor = jnp.ones([], jnp.float32) if max_norm is None else jnp.minimum(1, max_norm / norm).astype(jnp.float32)
     return Gradient(gradient, factor), jnp.isfinite(norm)
 
 
@@ -167,6 +175,6 @@ def _norms_by_kind(updates: PyTree, axis_roles: RolesOrFn | None) -> dict[Kind, 
     described = jax.tree.leaves(describe(updates, axis_roles))
     of_kind = {kind: [parameter.kind == kind for parameter in described] for kind in KINDS}
     norms = map_parameters(lambda parameter, u: parameter.norm(u), updates, axis_roles=axis_roles)
-    squares = [jnp.sum(jnp.square(norm)) for norm in jax.tree.leaves(norms)]
+    squares = [jnp.sum(jnp.square(norm)).astype(jnp.float32) for norm in jax.tree.leaves(norms)]
     zero = jnp.zeros([], jnp.float32)
     return {kind: jnp.sqrt(sum((x for x, is_it in zip(squares, of_kind[kind], strict=True) if is_it), start=zero)) for kind in KINDS}

@@ -16,7 +16,7 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.gpt2 import Gpt2Block, Gpt2Config
 
 from levanter_mars import MarsAdamWConfig, MarsLionConfig, MarsMConfig, MarsShampooConfig, mars_adamw, matrix
-from levanter_mars.configs import MarsConfig
+from levanter_mars.configs import MarsOptimizerConfig
 
 CONFIGS = {"mars-adamw": MarsAdamWConfig, "mars-lion": MarsLionConfig, "mars-shampoo": MarsShampooConfig}
 
@@ -34,7 +34,7 @@ class Trajectory:
         weights = {key.removeprefix(f"{prefix}/transformer."): self.file[key] for key in self.file if key.startswith(f"{prefix}/")}
         return {name: w.T if name.split(".")[-2] in ("c_attn", "c_proj", "c_fc") else w for name, w in weights.items()}
 
-    def optimizer(self) -> MarsConfig:
+    def optimizer(self) -> MarsOptimizerConfig:
         meta, hyper = self.meta, self.meta["hyper"]
         common = {
             "learning_rate": meta["lr"],
