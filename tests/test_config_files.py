@@ -13,6 +13,7 @@ import pytest
 import yaml
 from draccus.utils import DraccusException
 from levanter.main.train_lm import TrainLmConfig
+from levanter.optim.config import OptimizerConfig
 from levanter.trainer_state import init_optimizer_for_trainables, trainables_only
 
 CONFIGS = sorted((Path(__file__).parents[1] / "config").glob("**/*.yaml"))
@@ -78,3 +79,38 @@ def test_every_key_counts(path):
         except (DraccusException, ValueError):
             continue  # a value that is refused was read
     assert ignored == []
+
+
+# What another value of a key could be, where adding to it makes none.
+ANOTHER = {"lr_schedule": "linear"}
+
+
+def inert_keys(path: Path) -> list[str]:
+    """The optimizer's keys that could as well have another value: the update for the config's own model compiles from the same program."""
+    document = yaml.safe_load(path.read_text())
+    config = parse(path)
+    model = eqx.filter_eval_shape(config.model.build, hax.Axis("vocab", 1_000), key=jrandom.PRNGKey(0))
+    trainable = trainables_only(model, True)
+
+    def program(optimizer: dict) -> str:
+        built = draccus.decode(OptimizerConfig, optimizer).build(config.trainer.num_train_steps)
+        state = eqx.filter_eval_shape(init_optimizer_for_trainables, built, trainable)
+        return jax.jit(built.update).lower(trainable, state, trainable).as_text()
+
+    given = document["optimizer"]
+    expected = program(given)
+    others = {key: {**given, key: ANOTHER.get(key, changed(value))} for key, value in given.items() if key != "type"}
+    return [key for key, other in others.items() if program(other) == expected]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_key_of_the_optimizer_changes_what_it_does(path):
+    assert inert_keys(path) == []
+
+
+def test_a_key_that_does_nothing_is_found(tmp_path):
+    """With optimize_1d there is no second rate, and without cycles nothing warms up again."""
+    document = yaml.safe_load((CONFIGS[0].parent / "mars_gpt2_nano.yaml").read_text())
+    document["optimizer"] |= {"optimize_1d": True, "rewarmup": 0.3}
+    (tmp_path / "inert.yaml").write_text(yaml.safe_dump(document))
+    assert inert_keys(tmp_path / "inert.yaml") == ["learning_rate_1d", "rewarmup"]

@@ -141,6 +141,13 @@ BAD_FOR_SOME = [
         "last_gradient_dtype is 'bfloat16'; it must be None where no gradient is stored, as exact is true",
     ),
     ("mars-lion", {"diagnostics_every": -1}, "diagnostics_every is -1; it must be a whole number of at least 0"),
+    (
+        "mars-adamw",
+        {"cycles": 2, "cycle_length": 10},
+        "cycle_length and cycles are set; at most one of cycle_length, cycles and haps may be",
+    ),
+    ("mars-adamw", {"skip_bad_steps": {"rolling_interval_length": 0}}, "skip_bad_steps is SkipStepConfig.*; it must be true, false, .*"),
+    ("mars-adamw", {"skip_bad_steps": {"sigma_factor": -1}}, "skip_bad_steps is SkipStepConfig.*; it must be true, false, .*"),
     ("mars-adamw", {"skip_bad_steps": 1}, "skip_bad_steps is 1; it must be true, false, the number of steps to look back on .*"),
     ("mars-adamw", {"learning_rate_1d": None}, "learning_rate_1d is None; it must be a finite number of at least 0"),
     ("mars-m", {"learning_rate_1d": -1.0}, "learning_rate_1d is -1.0; it must be a finite number of at least 0"),
@@ -151,6 +158,15 @@ BAD_FOR_SOME = [
 def test_a_bad_value_that_only_some_have_is_named_in_one_sentence(name, fields, sentence):
     with pytest.raises(ParsingError, match=f"^{name}: {sentence}$"):
         decode(name, **fields)
+
+
+def test_a_schedule_whose_fields_make_it_no_rate_is_named_when_it_is_built():
+    config = decode(lr_schedule={"type": "inv_sqrt", "timescale": -1})
+    with pytest.raises(
+        ValueError, match="^the learning rate at step .* is nan; lr_schedule and its fields must keep it finite and at least 0$"
+    ):
+        config.build(100)
+    decode(lr_schedule={"type": "inv_sqrt", "timescale": 100}).build(100)
 
 
 def test_mars_m_decays_everything_as_published_unless_told_otherwise():
@@ -195,7 +211,8 @@ DECAY_RATE = "at least 0 and below 1"
 NOT_NEGATIVE = "a finite number of at least 0"
 POSITIVE = "a finite number above 0"
 STEPS_OR_FRACTION = "a fraction between 0 and 1 or a whole number of steps"
-SCHEDULES = "one of constant, cosine, inv, inv_sqrt, inv_sqrt_decay, linear, polynomial, power"
+SCHEDULES = "one of constant, cosine, inv, inv_sqrt, inv_sqrt_decay, linear, polynomial, or one with fields"
+CYCLES = "a number of cycles, an increasing list of the steps at which they end, or null"
 BETAS = ["beta1", "beta2", "beta1_1d", "beta2_1d"]
 
 # What both the function and the config refuse: (field, value, what is allowed).
@@ -226,8 +243,11 @@ BAD_FIELDS = [
     ("lr_schedule", "cosin", SCHEDULES),
     ("cooldown", -1.0, f"{STEPS_OR_FRACTION}, or null for none"),
     ("cycle_length", -3, "a fraction of all steps, a number or a list of numbers of steps, or null"),
-    ("cycles", 0, "a number of cycles, a list of the steps at which they end, or null"),
-    ("haps", [], "a list of the steps at which cycles end, or null"),
+    ("lr_schedule", "power", SCHEDULES),  # Levanter's power needs fields
+    ("cycles", 0, CYCLES),
+    ("cycles", [20, 10], CYCLES),
+    ("cycles", [10, 10], CYCLES),
+    ("haps", [], "an increasing list of the steps at which cycles end, or null"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,6 +78,9 @@ class MarsOptimizerConfig(OptimizerConfig):
     def __post_init__(self):
         try:
             check_ranges(self._values_with_ranges(), _CONFIG_RANGES)
+            given = [name for name in ("cycle_length", "cycles", "haps") if getattr(self, name) is not None]
+            if len(given) > 1:
+                raise ValueError(f"{' and '.join(given)} are set; at most one of cycle_length, cycles and haps may be")
             self._optimizer(self.learning_rate, self.learning_rate_1d)
         except ValueError as error:
             # draccus replaces a ValueError raised here by one that does not say what is wrong, but lets its own through.
@@ -101,6 +105,8 @@ class MarsOptimizerConfig(OptimizerConfig):
 
     def build(self, num_train_steps: int) -> optax.GradientTransformationExtraArgs:
         schedule = self.lr_scheduler(num_train_steps)
+        if isinstance(self.lr_schedule, LrSchedule):
+            _check_schedule(schedule, num_train_steps)
         rates: dict[str, Callable] = {"learning_rate": schedule}
         if self.learning_rate_1d is not None:
             ratio = self.learning_rate_1d / self.learning_rate
@@ -200,6 +206,18 @@ class MarsMConfig(MarsOptimizerConfig):
     function = staticmethod(mars_m)
 
 
+def _check_schedule(schedule: optax.Schedule, num_train_steps: int) -> None:
+    """Schedules have fields of their own, which nothing checks: their values are looked at instead.
+
+    Raises:
+        ValueError: at the first step looked at whose rate is negative or not finite.
+    """
+    steps = jnp.linspace(0, num_train_steps - 1, 65).astype(jnp.int32)
+    for step, rate in zip(steps.tolist(), jax.jit(jax.vmap(schedule))(steps).tolist(), strict=True):
+        if not (math.isfinite(rate) and rate >= 0):
+            raise ValueError(f"the learning rate at step {step} is {rate}; lr_schedule and its fields must keep it finite and at least 0")
+
+
 def _is_fraction_or_steps(x: object) -> bool:
     return isinstance(x, int | float) and (0 <= x <= 1 or (x > 1 and math.isfinite(x) and x % 1 == 0))
 
@@ -218,6 +236,21 @@ def _are_steps(x: object, fraction: bool = False) -> bool:
     return x is None or _is_whole_steps(x) or (fraction and isinstance(x, int | float) and 0 < x < 1)
 
 
+def _increase(x: object) -> bool:
+    return not isinstance(x, list) or all(a < b for a, b in itertools.pairwise(x))
+
+
+def _is_history(config: SkipStepConfig) -> bool:
+    return _is_whole_steps(config.rolling_interval_length) and config.rolling_interval_length >= 2 and config.sigma_factor > 0
+
+
+def _needs_no_fields(schedule: type[LrSchedule]) -> bool:
+    return all(f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING for f in dataclasses.fields(schedule))  # type: ignore[arg-type]
+
+
+_SCHEDULES = sorted(name for name, schedule in LrSchedule.get_known_choices().items() if _needs_no_fields(schedule))
+"""Those that a name alone chooses."""
+
 _CONFIG_RANGES = {
     **RANGES,
     # The other learning rates are set by their ratio to this one.
@@ -230,14 +263,19 @@ _CONFIG_RANGES = {
     "cycle_length": Range(
         "a fraction of all steps, a number or a list of numbers of steps, or null", lambda x: _are_steps(x, fraction=True)
     ),
-    "cycles": Range("a number of cycles, a list of the steps at which they end, or null", _are_steps),
-    "haps": Range("a list of the steps at which cycles end, or null", lambda x: x is None or (isinstance(x, list) and _are_steps(x))),
+    "cycles": Range(
+        "a number of cycles, an increasing list of the steps at which they end, or null", lambda x: _are_steps(x) and _increase(x)
+    ),
+    "haps": Range(
+        "an increasing list of the steps at which cycles end, or null",
+        lambda x: x is None or (isinstance(x, list) and _are_steps(x) and _increase(x)),
+    ),
     "skip_bad_steps": Range(
-        "true, false, the number of steps to look back on (at least 2), or {rolling_interval_length, sigma_factor}",
-        lambda x: isinstance(x, bool | SkipStepConfig) or (isinstance(x, int) and x >= 2),
+        "true, false, the number of steps to look back on (at least 2), or {rolling_interval_length, sigma_factor} above 0",
+        lambda x: isinstance(x, bool) or (isinstance(x, int) and x >= 2) or (isinstance(x, SkipStepConfig) and _is_history(x)),
     ),
     "lr_schedule": Range(
-        f"one of {', '.join(sorted(LrSchedule.get_known_choices()))}",
-        lambda x: isinstance(x, LrSchedule) or x in LrSchedule.get_known_choices(),
+        f"one of {', '.join(_SCHEDULES)}, or one with fields",
+        lambda x: isinstance(x, LrSchedule) or x in _SCHEDULES,
     ),
 }

@@ -36,26 +36,38 @@ class Explanation:
     def summary(self) -> str:
         total = sum(self.state_bytes.values())
         parts = [
-            f"  {part:15} {size:>15,} bytes   {size / self.parameter_count:6.2f} a parameter" for part, size in self.state_bytes.items()
+            f"  {part:18} {size:>15,} bytes   {size / self.parameter_count:6.2f} a parameter" for part, size in self.state_bytes.items()
         ]
         return "\n".join(
             [
                 f"{self.parameter_count:,} trainable parameters in {len(self.rows)} arrays",
                 "optimizer state",
                 *parts,
-                f"  {'total':15} {total:>15,} bytes   {total / self.parameter_count:6.2f} a parameter",
+                f"  {'total':18} {total:>15,} bytes   {total / self.parameter_count:6.2f} a parameter",
             ]
         )
 
 
 def explain(params: PyTree, optimizer: OptimizerConfig, num_train_steps: int) -> Explanation:
-    """Explains `optimizer` on `params`, the trainable part of a model or its shapes."""
+    """Explains `optimizer` on `params`, the trainable part of a model or its shapes.
+
+    Raises:
+        ValueError: if an optimizer of Levanter's own does not start from shapes alone.
+    """
     parameters = jax.tree.leaves(describe(params))
     rules: list[Rule | None] = [None] * len(parameters)
     with levanter.tracker.current_tracker(NoopTracker()):
         if isinstance(optimizer, MarsOptimizerConfig):
             rules = jax.tree.leaves(optimizer.rules(params), is_leaf=lambda x: isinstance(x, Rule))
-        state = eqx.filter_eval_shape(optimizer.build(num_train_steps).init, params)
+            state = eqx.filter_eval_shape(optimizer.build(num_train_steps).init, params)
+        else:
+            try:
+                state = eqx.filter_eval_shape(optimizer.build(num_train_steps).init, params)
+            except Exception as error:  # of somebody else's code, which may need a mesh, or not know the model
+                name = optimizer.get_choice_name(type(optimizer))
+                raise ValueError(
+                    f"optimizer.type {name} does not start from shapes of this model: {type(error).__name__} {error}"
+                ) from error
     count = sum(x.size for x in jax.tree.leaves(params))
     return Explanation(list(zip(parameters, rules, strict=True)), count, _bytes_by_part(state, parameters))
 

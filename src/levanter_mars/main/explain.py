@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 
 import levanter.config
+from draccus.utils import DraccusException
 from levanter.main.train_lm import TrainLmConfig
 
 from levanter_mars.explanation import explain, trainable_shapes
@@ -38,4 +39,7 @@ def _vocab_size(config: ExplainConfig) -> int:
 
 
 if __name__ == "__main__":
-    levanter.config.main(main)()
+    try:
+        levanter.config.main(main)()
+    except (DraccusException, ValueError, FileNotFoundError) as error:
+        sys.exit(str(error))

@@ -26,6 +26,7 @@ from levanter.data.text.datasets import UrlDatasetSourceConfig
 from levanter.main.train_lm import TrainLmConfig
 from levanter.tracker.json_logger import JsonLoggerConfig
 
+import levanter_mars
 from levanter_mars.quickstart.corpus_folder import TOKENIZER, TRAIN, VALIDATION, Manifest, ensure_corpus
 from levanter_mars.quickstart.report import draw_loss_curve, report
 from levanter_mars.quickstart.training_log import read_training_log
@@ -93,7 +94,10 @@ def corpus_folder(config: TrainLmConfig) -> Path:
 def run_id(config: TrainLmConfig, corpus: Manifest) -> str:
     """A name that changes with anything that could change the run's numbers."""
     versions = {package: importlib.metadata.version(package) for package in DEFINING_PACKAGES}
-    identity = json.dumps([draccus.encode(config), corpus.digest, versions], sort_keys=True, default=str)
+    # An editable install changes without its version.
+    package = Path(levanter_mars.__file__).parent
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(package.glob("*.py")))).hexdigest()
+    identity = json.dumps([draccus.encode(config), corpus.digest, versions, code], sort_keys=True, default=str)
     return f"nano-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
 
