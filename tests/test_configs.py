@@ -385,6 +385,8 @@ CHANGES_OF = {
     ("mars-shampoo", "beta2"): (0.95, {"optimize_1d": True}),
     ("mars-shampoo", "embeddings"): ("adamw", {}),
     ("mars-m", "embeddings"): ("matrix", {}),
+    # With the embeddings by AdamW one matrix is left, and its norm is the norm of all.
+    ("mars-m", "correction_clip"): ("global", {"embeddings": "matrix"}),
     ("mars-m", "default_weight_decay_mask"): (True, {}),
     # The sign does not see a clip by the same factor at every step, nor a small change of the momentum.
     ("mars-lion", "momentum_dtype"): ("bfloat16", {"beta1": 0.999}),
