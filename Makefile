@@ -26,7 +26,7 @@ train: venv
 
 # Two workers, because most of the time goes into compilation, which uses one core.
 .PHONY: test
-test: venv
+test: venv .venv/.libtpu
 	.venv/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: check
@@ -41,6 +41,11 @@ venv: .venv/.installed
 .venv/.installed: .venv/pyvenv.cfg requirements/cpu.txt pyproject.toml src/levanter_optim/levanter_mars.py
 	$(UV) pip sync --python .venv --require-hashes requirements/cpu.txt
 	$(UV) pip install --python .venv --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# Preflight's tests compile for TPUs. Where libtpu does not exist, outside Linux on x86-64, they are skipped.
+.venv/.libtpu: .venv/.installed requirements/preflight.txt
+	$(UV) pip install --python .venv --require-hashes -r requirements/preflight.txt
 	@touch $@
 
 FIND := $(UV) python find --no-project --system --no-python-downloads
@@ -70,6 +75,7 @@ lock: $(UV)
 	$(COMPILE) pyproject.toml --extra test --output-file requirements/cpu.txt
 	$(COMPILE) pyproject.toml --extra gpu --output-file requirements/gpu.txt
 	$(COMPILE) pyproject.toml --extra tpu --output-file requirements/tpu.txt
+	echo "libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'" | $(COMPILE) - --constraint requirements/tpu.txt --output-file requirements/preflight.txt
 	echo uv | $(COMPILE) - --constraint requirements/cpu.txt --output-file requirements/uv.txt
 
 .PHONY: clean

@@ -69,7 +69,7 @@ def explain(params: PyTree, optimizer: OptimizerConfig, num_train_steps: int) ->
                     f"optimizer.type {name} does not start from shapes of this model: {type(error).__name__} {error}"
                 ) from error
     count = sum(x.size for x in jax.tree.leaves(params))
-    return Explanation(list(zip(parameters, rules, strict=True)), count, _bytes_by_part(state, parameters))
+    return Explanation(list(zip(parameters, rules, strict=True)), count, bytes_by_part(state, parameters))
 
 
 def trainable_shapes(config: TrainLmConfig, vocab_size: int) -> PyTree:
@@ -92,16 +92,11 @@ def trainable_shapes(config: TrainLmConfig, vocab_size: int) -> PyTree:
     return eqx.filter_eval_shape(prepare, model)
 
 
-def _cells(parameter: Parameter, rule: Rule | None) -> tuple[str, ...]:
-    names = parameter.axis_names or tuple(f"axis {i}" for i in range(len(parameter.shape)))
-    stack = " × ".join(f"{names[i]} {parameter.shape[i]}" for i in parameter.stack)
-    tensor = " × ".join(map(str, parameter.tensor_shape))
-    described = ("–", "–", "–") if rule is None else (rule.name, f"× {rule.learning_rate_factor:g}", f"{rule.weight_decay:g}")
-    return (parameter.path, parameter.kind, stack or "–", tensor, *described)
+def bytes_by_part(state: PyTree, parameters: list[Parameter]) -> dict[str, int]:
+    """The bytes of an optimizer's state, or of its shapes, by the name of its part (mu, nu, last_gradient, …), the largest first.
 
-
-def _bytes_by_part(state: PyTree, parameters: list[Parameter]) -> dict[str, int]:
-    """A state's leaf that belongs to a parameter ends in that parameter's path; the key before it names the part."""
+    A state's leaf that belongs to a parameter ends in that parameter's path; the key before it names the part.
+    """
     paths = {parameter.path for parameter in parameters}
     parts: dict[str, int] = defaultdict(int)
     for keys, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, hax.NamedArray)):
@@ -110,3 +105,11 @@ def _bytes_by_part(state: PyTree, parameters: list[Parameter]) -> dict[str, int]
         part = "counts and rates" if begin is None else jax.tree_util.keystr(keys[begin - 1 : begin], simple=True)
         parts[part] += array.size * array.dtype.itemsize
     return dict(sorted(parts.items(), key=lambda item: -item[1]))
+
+
+def _cells(parameter: Parameter, rule: Rule | None) -> tuple[str, ...]:
+    names = parameter.axis_names or tuple(f"axis {i}" for i in range(len(parameter.shape)))
+    stack = " × ".join(f"{names[i]} {parameter.shape[i]}" for i in parameter.stack)
+    tensor = " × ".join(map(str, parameter.tensor_shape))
+    described = ("–", "–", "–") if rule is None else (rule.name, f"× {rule.learning_rate_factor:g}", f"{rule.weight_decay:g}")
+    return (parameter.path, parameter.kind, stack or "–", tensor, *described)

@@ -23,15 +23,18 @@ class ExplainConfig(TrainLmConfig):
 
 
 def main(config: ExplainConfig) -> None:
-    explanation = explain(trainable_shapes(config, _vocab_size(config)), config.optimizer, config.trainer.num_train_steps)
+    explanation = explain(
+        trainable_shapes(config, vocabulary_size(config, config.vocab_size)), config.optimizer, config.trainer.num_train_steps
+    )
     print(explanation.table())
     print()
     print(explanation.summary())
 
 
-def _vocab_size(config: ExplainConfig) -> int:
-    if config.vocab_size is not None:
-        return config.vocab_size
+def vocabulary_size(config: TrainLmConfig, given: int | None) -> int:
+    """The size `given`, or else the tokenizer's. Ends the process with a sentence if there is neither."""
+    if given is not None:
+        return given
     try:
         return len(config.data.the_tokenizer)
     except Exception as error:  # the hub's client, the file system and the tokenizer's parser each have their own

@@ -1,0 +1,90 @@
+"""Lets Levanter and Haliax trace and lower for devices that are not attached. Everything is put back on leaving."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import equinox as eqx
+import haliax.jax_utils
+import haliax.partitioning
+import jax
+import levanter.kernels.pallas.fused_cross_entropy_loss.api as cross_entropy
+from jax._src import cloud_tpu_init
+from jax._src.core import trace_state_clean
+
+_NO_VALUE = object()
+
+
+@contextmanager
+def absent_devices(devices: Sequence[Any]) -> Iterator[None]:
+    """In this context `jax.devices()` and its relatives, as Levanter and Haliax call them, answer for `devices`.
+
+    JAX itself does not look its devices up by these names, so arrays still live on the devices that are there. Five more answers need
+    devices that compute, or several hosts, and are replaced by ones that do without:
+
+    * `haliax.….is_in_jit` makes an array on the mesh's devices; tracing is told from JAX's trace state instead.
+    * `haliax.partitioning.is_array` keeps shapes from being lowered in the place of arrays.
+    * the fused cross entropy has all hosts of the mesh agree on an implementation; here one host speaks for all.
+    * JAX lowers Pallas kernels for the installed libtpu only where it knows itself on a TPU machine; it is told so.
+    * its block sizes, where a model asks for its Pallas kernel, are timed on the device; here the inferred ones are taken.
+    """
+    platform = devices[0].platform
+
+    def local(*_, **__):
+        return [device for device in devices if device.process_index == devices[0].process_index]
+
+    with ExitStack() as stack:
+        for module, name, value in (
+            (jax, "devices", lambda *_, **__: list(devices)),
+            (jax, "local_devices", local),
+            (jax, "device_count", lambda *_, **__: len(devices)),
+            (jax, "local_device_count", lambda *_, **__: len(local())),
+            (jax, "default_backend", lambda: platform),
+            (haliax.jax_utils, "is_in_jit", _is_tracing),
+            (haliax.partitioning, "is_in_jit", _is_tracing),
+            (haliax.partitioning, "is_array", _is_array_or_shape),
+            (cross_entropy, "_autotune_process_ids", lambda *_: (jax.process_index(),)),
+            (cloud_tpu_init, "running_in_cloud_tpu_vm", platform == "tpu"),
+        ):
+            stack.enter_context(replaced(vars(module), name, value))
+        stack.enter_context(replaced(os.environ, "LEVANTER_PALLAS_CE_AUTOTUNE_ON_MISS", "0"))
+        # Its answer depends on the backend and is remembered.
+        cross_entropy._default_implementations.cache_clear()
+        stack.callback(cross_entropy._default_implementations.cache_clear)
+        yield
+
+
+@contextmanager
+def replaced(namespace, name: str, value) -> Iterator[None]:
+    """Has `namespace[name]` be `value` for a while, and then again what it was before, or nothing."""
+    before = namespace.get(name, _NO_VALUE)
+    namespace[name] = value
+    try:
+        yield
+    finally:
+        if before is _NO_VALUE:
+            del namespace[name]
+        else:
+            namespace[name] = before
+
+
+@contextmanager
+def jax_settings(values) -> Iterator[None]:
+    """Sets what a trainer sets in `jax.config`, and puts back what was there."""
+    before = {name: getattr(jax.config, name) for name in values}
+    try:
+        for name, value in values.items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def _is_tracing() -> bool:
+    return not trace_state_clean()
+
+
+def _is_array_or_shape(x: object) -> bool:
+    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)

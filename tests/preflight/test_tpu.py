@@ -1,0 +1,130 @@
+"""A small GPT-2's train step compiled for v5e:2x2, and one that cannot fit."""
+
+import importlib.util
+
+import jax
+import pytest
+from levanter.main.train_lm import TrainLmConfig
+from levanter.models.gpt2 import Gpt2Config
+from levanter.optim.muon import MuonConfig
+from levanter.trainer import TrainerConfig
+
+from levanter_mars import MarsAdamWConfig
+from levanter_mars.explanation import explain, trainable_shapes
+from levanter_mars.preflight.absent_devices import absent_devices
+from levanter_mars.preflight.hardware import parse_topology, tpu_devices
+from levanter_mars.preflight.report import Report, preflight
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed; make test installs it"),
+    pytest.mark.slow,
+]
+
+LAYERS, WIDTH, LENGTH, VOCABULARY, BATCH = 3, 256, 256, 1024, 8
+CHIPS = 4
+MATRICES = LAYERS * 12 * WIDTH**2
+PARAMETERS = MATRICES + (VOCABULARY + LENGTH) * WIDTH + (2 * LAYERS + 1) * WIDTH
+
+
+def config(optimizer, **trainer) -> TrainLmConfig:
+    model = Gpt2Config(
+        num_layers=LAYERS, hidden_dim=WIDTH, num_heads=2, max_seq_len=LENGTH, use_bias=False, gradient_checkpointing=False, tokenizer="none"
+    )
+    return TrainLmConfig(model=model, optimizer=optimizer, trainer=TrainerConfig(train_batch_size=BATCH, num_train_steps=100, **trainer))
+
+
+def report(config: TrainLmConfig, topology: str = "v5e:2x2", vocabulary: int = VOCABULARY) -> Report:
+    named = parse_topology(topology)
+    return preflight(config, named, tpu_devices(named), vocabulary)
+
+
+@pytest.fixture(scope="module")
+def mars() -> Report:
+    return report(config(MarsAdamWConfig()))
+
+
+@pytest.fixture(scope="module")
+def accumulated() -> Report:
+    return report(config(MuonConfig(use_kimi_scaling=True), per_device_parallelism=1))
+
+
+def test_parameters_and_state_are_a_quarter_on_each_chip(mars):
+    assert mars.parameter_count == PARAMETERS
+    assert mars.memory["parameters"] == 4 * PARAMETERS / CHIPS
+    matrices = PARAMETERS - (2 * LAYERS + 1) * WIDTH
+    assert mars.memory["optimizer: mu"] == mars.memory["optimizer: nu"] == 4 * PARAMETERS / CHIPS
+    assert mars.memory["optimizer: last_gradient"] == 4 * matrices / CHIPS
+    # tokens, loss weights and two sets of segment ids, four bytes each
+    assert mars.memory["batch"] == 4 * 4 * BATCH * LENGTH / CHIPS
+
+
+@pytest.mark.parametrize("fixture", ["mars", "accumulated"])
+def test_the_state_is_what_eval_shape_counts(fixture, request):
+    reported = request.getfixturevalue(fixture)
+    optimizer = {"mars-adamw": MarsAdamWConfig(), "muon": MuonConfig(use_kimi_scaling=True)}[reported.optimizer]
+    small = config(optimizer)
+    assert reported.state_bytes == explain(trainable_shapes(small, VOCABULARY), optimizer, 100).state_bytes
+
+
+def test_flops_by_hand(mars):
+    tokens = BATCH * LENGTH / CHIPS
+    # The tied head is the only use of the token embedding as a matrix; positions and norms have no product.
+    products = 6 * (MATRICES + VOCABULARY * WIDTH) * tokens
+    # Splash attention: two products forward, seven backward.
+    attention = 9 * 2 * LAYERS * WIDTH * LENGTH * tokens
+    assert mars.flops["forward/backward"] == pytest.approx(products + attention, rel=1e-3)
+    assert mars.flops["optimizer"] == 0
+    assert mars.notes == [note for note in mars.notes if "trainer.watch" in note]
+
+
+def test_accumulation_multiplies(accumulated, mars):
+    assert (accumulated.microbatches, mars.microbatches) == (2, 1)
+    assert accumulated.flops["forward/backward"] == pytest.approx(mars.flops["forward/backward"], rel=1e-3)
+    # Five steps, each three products of two matrices, of every hidden matrix in the smaller of its two forms; sharded or not.
+    least = (
+        5
+        * LAYERS
+        * sum(2 * (2 * n * n * m + n**3) for n, m in ((WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (WIDTH, 4 * WIDTH)))
+    )
+    assert least / CHIPS * 0.9 <= accumulated.flops["optimizer"] <= least * 1.5
+
+
+def test_the_mars_update_sends_only_norms(mars, accumulated):
+    sent = {phase: sum(c.sent for c in mars.collectives if c.phase == phase) for phase in ("forward/backward", "optimizer")}
+    assert 0 < sent["optimizer"] < 1024
+    # Every chip gets the other three quarters of each bfloat16 matrix at least once.
+    assert sent["forward/backward"] > 2 * MATRICES * 3 / 4
+    assert sum(c.sent for c in accumulated.collectives if c.phase == "optimizer") > sum(
+        c.sent for c in mars.collectives if c.phase == "optimizer"
+    )
+
+
+def test_bounds_follow_from_the_figures(mars):
+    assert mars.roofline is not None
+    assert mars.roofline.compute == pytest.approx(mars.flops["forward/backward"] / 197e12)
+    assert mars.roofline.links == pytest.approx(sum(c.sent for c in mars.collectives) / 200e9)
+    assert mars.tokens_per_second == pytest.approx(BATCH * LENGTH / max(mars.roofline.compute, mars.roofline.memory, mars.roofline.links))
+    assert mars.hours == pytest.approx(100 * mars.roofline.step / 3600)
+    assert mars.total == pytest.approx(sum(mars.memory.values()))
+    assert mars.fits
+
+
+def test_a_model_too_large_says_by_how_much():
+    wide = Gpt2Config(num_layers=2, hidden_dim=8192, num_heads=64, max_seq_len=128, use_bias=False, tokenizer="none")
+    trainer = TrainerConfig(train_batch_size=1, num_train_steps=100)
+    reported = report(TrainLmConfig(model=wide, optimizer=MarsAdamWConfig(), trainer=trainer), "v5e:1x1")
+    assert not reported.fits
+    assert reported.roofline is None
+    state = 16 * 2 * 12 * 8192**2
+    assert state < reported.total < 3 * state
+
+
+def test_nothing_stays_replaced():
+    before = (jax.devices, jax.device_count, jax.default_backend, jax.config.jax_threefry_partitionable)
+    with pytest.raises(RuntimeError, match="inside"), absent_devices(tpu_devices(parse_topology("v5e:4x4"))):
+        assert jax.device_count() == 16
+        assert jax.default_backend() == "tpu"
+        raise RuntimeError("inside")
+    assert before == (jax.devices, jax.device_count, jax.default_backend, jax.config.jax_threefry_partitionable)
+    assert jax.default_backend() == "cpu"
+    assert float(jax.numpy.ones(3).sum()) == 3
