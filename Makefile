@@ -20,9 +20,10 @@ help:
 	@echo "make lock    pin new dependencies in requirements/ (UPGRADE=--upgrade moves all of them)"
 	@echo "make clean   remove .venv, .uv and caches; what was trained stays"
 
+# Without the platform named, JAX would try the libtpu that the tests install, and complain.
 .PHONY: train
 train: venv
-	.venv/bin/python -m levanter_mars.main.quickstart --config config/mars_gpt2_nano.yaml
+	JAX_PLATFORMS=cpu .venv/bin/python -m levanter_mars.main.quickstart --config config/mars_gpt2_nano.yaml
 
 # Two workers, because most of the time goes into compilation, which uses one core.
 .PHONY: test
