@@ -79,10 +79,10 @@ def approximate_correction(
     def update(gradient: optax.Updates, state: CorrectionState, params: optax.Params | None = None, *, step: Step, **extra_args):
         del params, extra_args
         last = Gradient(optax.tree.cast_like(state.last_gradient, gradient), state.last_clip_factor)
-        # After a bad step the last good gradient stands in for it, and so is stored again. It is chosen by a conditional, because a
-        # select would write a copy of the gradient where the gradient's own memory can be kept.
+        # After a bad step the last good gradient stands in for it, and so is stored again. It is chosen by a select, which the compiler
+        # fuses with what follows; a conditional would have the TPU copy the gradient.
         this = Gradient(
-            jax.lax.cond(step.good, lambda: gradient, lambda: last.unclipped),
+            jax.tree.map(lambda a, b: jnp.where(step.good, a, b), gradient, last.unclipped),
             jnp.where(step.good, step.gradient.clip_factor, last.clip_factor),
         )
         kappa = _kappa(beta1, _value(gamma, state.count))

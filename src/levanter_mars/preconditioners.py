@@ -3,17 +3,23 @@
 Each keeps its state through a bad step (`levanter_mars.steps`).
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, DTypeLike, Int
 
-from levanter_mars.newton_schulz import newton_schulz
-from levanter_mars.parameters import Parameter, RolesOrFn, map_parameters
+from levanter_mars.layout import Work, map_matrices
+from levanter_mars.newton_schulz import newton_schulz as _newton_schulz
+from levanter_mars.newton_schulz import newton_schulz_flops
+from levanter_mars.parameters import Parameter, RolesOrFn, describe, map_parameters
 from levanter_mars.steps import Step
+
+Layout = Literal["auto", "replicated"]
 
 
 class AdamState(NamedTuple):
@@ -104,6 +110,7 @@ def orthogonalize(
     steps: int,
     coefficients: str,
     dtype: str,
+    layout: Layout = "auto",
     axis_roles: RolesOrFn | None = None,
 ) -> optax.GradientTransformation:
     """Replaces every matrix, of each layer and each expert, by its orthogonal factor UVᵀ times `scale` of its shape.
@@ -111,18 +118,26 @@ def orthogonalize(
     Args:
         scale: of the Parameter, whose `tensor_shape` is (out, in).
         steps, coefficients, dtype: see `levanter_mars.newton_schulz.newton_schulz`.
+        layout: "auto" spreads whole matrices over the devices (`levanter_mars.layout`), "replicated" leaves it to the compiler, which has
+            every device compute all that it holds a part of.
         axis_roles: see `levanter_mars.parameters.describe`.
     """
+    newton_schulz = functools.partial(_newton_schulz, steps=steps, coefficients=coefficients, dtype=dtype)
+
+    def cost(m: int, n: int, split: int) -> Work:
+        iterations = 5 if isinstance(steps, jax.Array) else steps
+        return Work(newton_schulz_flops(m, -(-n // split), iterations), summed=iterations * m * m)
 
     def update(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
         del params
-
-        def one(parameter: Parameter, x):
-            matrices = parameter.to_matrices(x)
-            orthogonal = newton_schulz(matrices, steps=steps, coefficients=coefficients, dtype=dtype)
-            return parameter.from_matrices(scale(parameter) * orthogonal.astype(matrices.dtype), x)
-
-        return map_parameters(one, updates, axis_roles=axis_roles)
+        arrays, structure = jax.tree.flatten(updates, is_leaf=lambda x: isinstance(x, hax.NamedArray))
+        parameters = jax.tree.leaves(describe(updates, axis_roles))
+        spread = None
+        if layout == "auto":
+            spread = map_matrices(lambda x, sum_of_parts: newton_schulz(x, sum_of_parts=sum_of_parts), cost, parameters, arrays, dtype)
+        if spread is None:
+            spread = [p.from_matrices(newton_schulz(p.to_matrices(x)), x) for p, x in zip(parameters, arrays, strict=True)]
+        return structure.unflatten([scale(p) * y.astype(x.dtype) for p, x, y in zip(parameters, arrays, spread, strict=True)])
 
     return optax.stateless(update)
 
