@@ -82,6 +82,7 @@ def map_matrices(
 
     raw = [x.array if isinstance(x, hax.NamedArray) else x for x in arrays]
     specs = tuple(PartitionSpec(*names) for names in axes)
+    raw = jax.lax.optimization_barrier([x.astype(dtype) for x in raw])
     results = jax.shard_map(on_each_device, in_specs=specs, out_specs=specs, check_vma=False)(*raw)
     return [hax.NamedArray(y, x.axis_names) if isinstance(x, hax.NamedArray) else y for x, y in zip(arrays, results, strict=True)]
 
