@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax.partitioning import current_thread_local_mapping, physical_axis_name
+from jax._src.mesh import get_concrete_mesh  # within jit JAX has no public way to ask which slice a device belongs to
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float
 
@@ -57,10 +59,10 @@ def map_matrices(
 
     Returns:
         The results in the form and the sharding of `arrays`, in `dtype`. None where there is nothing to lay out: on one device, or
-        where it is not known how some array lies on the mesh.
+        where it is not known how some array lies on the mesh, or one is empty.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
+    if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types or not arrays or any(0 in p.shape for p in parameters):
         return None
     axes = [_mesh_axes(x, mesh) for x in arrays]
     if None in axes:
@@ -82,13 +84,12 @@ def map_matrices(
 
     raw = [x.array if isinstance(x, hax.NamedArray) else x for x in arrays]
     specs = tuple(PartitionSpec(*names) for names in axes)
-    raw = jax.lax.optimization_barrier([x.astype(dtype) for x in raw])
     results = jax.shard_map(on_each_device, in_specs=specs, out_specs=specs, check_vma=False)(*raw)
     return [hax.NamedArray(y, x.axis_names) if isinstance(x, hax.NamedArray) else y for x, y in zip(arrays, results, strict=True)]
 
 
 def _mesh_axes(x: Any, mesh) -> tuple[tuple[str, ...], ...] | None:
-    """The axes of the mesh that cut every axis of `x`; None if that cannot be known, as of plain arrays on a mesh whose axes the compiler handles."""
+    """The axes of the mesh that cut each axis of `x`; None if nobody says, as of plain arrays where the compiler handles the mesh."""
     array = x.array if isinstance(x, hax.NamedArray) else x
     if all(kind == AxisType.Explicit for kind in mesh.axis_types):
         entries = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in jax.typeof(array).sharding.spec]
@@ -361,4 +362,11 @@ def _as_tuple(entry: Any) -> tuple[str, ...]:
 
 
 def _slow_axes() -> frozenset[str]:
-    return frozenset()
+    mesh = get_concrete_mesh()
+    return frozenset() if mesh is None or mesh.empty else axes_between_slices(mesh)
+
+
+def axes_between_slices(mesh: jax.sharding.Mesh) -> frozenset[str]:
+    """The axes of a mesh along which devices belong to different slices: TPU slices, or hosts of GPUs, as JAX numbers them."""
+    slices = np.array([getattr(device, "slice_index", 0) for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    return frozenset(name for i, name in enumerate(mesh.axis_names) if (slices != slices.take([0], axis=i)).any())
