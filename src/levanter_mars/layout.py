@@ -64,10 +64,10 @@ def map_matrices(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types or not arrays or any(0 in p.shape for p in parameters):
         return None
-    axes = [_mesh_axes(x, mesh) for x in arrays]
-    if None in axes:
+    axes = [names for x in arrays if (names := _mesh_axes(x, mesh)) is not None]
+    if len(axes) < len(arrays):
         return None
-    placed = [_place(parameter, spec, mesh) for parameter, spec in zip(parameters, axes, strict=True)]
+    placed = [_place(parameter, names, mesh) for parameter, names in zip(parameters, axes, strict=True)]
     groups = [
         _Group.plan([p for p in placed if p.spread_axes(mesh) == spread], spread, mesh, cost, jnp.dtype(dtype).itemsize)
         for spread in dict.fromkeys(p.spread_axes(mesh) for p in placed)
@@ -140,14 +140,14 @@ class _Placed:
         return array.transpose([self.order.index(i) for i in range(len(shape))])
 
 
-def _place(parameter: Parameter, spec: PartitionSpec, mesh) -> _Placed:
+def _place(parameter: Parameter, names: tuple[tuple[str, ...], ...], mesh) -> _Placed:
     fan_out, fan_in = parameter.tensor_shape
     sides = [parameter.outputs, parameter.inputs]
     # Of a square matrix the side that is cut goes first, where the parts of one matrix come to stand below one another.
-    if fan_in < fan_out or (fan_in == fan_out and any(spec[i] for i in parameter.inputs)):
+    if fan_in < fan_out or (fan_in == fan_out and any(names[i] for i in parameter.inputs)):
         sides.reverse()
-    axes = [tuple(name for i in side for name in spec[i]) for side in (*sides, parameter.stack)]
-    short, long = (math.prod(parameter.shape[i] // _size(mesh, spec[i]) for i in side) for side in sides)
+    axes = [tuple(name for i in side for name in names[i]) for side in (*sides, parameter.stack)]
+    short, long = (math.prod(parameter.shape[i] // _size(mesh, names[i]) for i in side) for side in sides)
     return _Placed(parameter, Cut(axes[0], axes[1], short, long), axes[2], parameter.stack + sides[0] + sides[1])
 
 
