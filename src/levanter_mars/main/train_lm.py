@@ -7,6 +7,8 @@ Slurm and clouds give. Then all processes save after the same step and exit with
 given the same run id, goes on from that step.
 """
 
+import logging
+import os
 import signal
 import sys
 
@@ -69,15 +71,17 @@ def main() -> None:
     levanter.main.train_lm.Trainer = PreemptibleTrainer
     try:
         levanter.config.main(levanter.main.train_lm.main)()
-        return
     except Preempted as notice:
-        print(notice, file=sys.stderr, flush=True)
-    # Here, where the exception no longer holds the data loader, whose threads Python could not end cleanly.
-    levanter.tracker.current_tracker().finish()
-    # Waits for all processes: a scheduler that ends a job with its first process must not end one that still saves.
-    if jax.distributed.is_initialized():
-        jax.distributed.shutdown()
-    sys.exit(PREEMPTED)
+        levanter.tracker.current_tracker().finish()
+        # Waits for all processes: a scheduler that ends a job with its first process must not end one that still saves.
+        if jax.distributed.is_initialized():
+            jax.distributed.shutdown()
+        print(notice, file=sys.stderr)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: in the middle of an epoch the data loader's threads are at work, and Python aborts when it ends under them.
+        os._exit(PREEMPTED)
 
 
 if __name__ == "__main__":
