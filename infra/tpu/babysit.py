@@ -3,15 +3,20 @@
 import contextlib
 import fcntl
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gcloud import Absent, Refused, Unreachable
 from pod import LOST, Job, Pod
 
+FINISHED, RUNNING, WAITING = "finished", "running", "waiting"
+ASKED, LAUNCHED, UNREACHABLE = "asked", "launched", "unreachable"
+"""Outcomes of a look. Those of the second line were attempts, and are counted."""
+
 
 class GaveUp(Exception):
-    """Too many attempts in a row."""
+    """Too many attempts."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +24,11 @@ class Patience:
     poll: float = 60
     """Seconds between two looks."""
     retries: int = 10
-    """Attempts in a row: to create, to launch, to reach Google or the workers."""
+    """How often the same thing is done again: machines asked for, training launched, an answer awaited."""
     backoff: float = 30
-    """Seconds before the second attempt. Doubles with each, up to half an hour."""
+    """Seconds after it was done. Doubles with each time, up to half an hour."""
     healthy: float = 1800
-    """Seconds of training after which attempts are counted from 0 again."""
+    """Seconds of training after which all is counted from 0 again."""
 
 
 def babysit(pod: Pod, job: Job, patience: Patience, *, until_running: bool = False) -> None:
@@ -31,53 +36,53 @@ def babysit(pod: Pod, job: Job, patience: Patience, *, until_running: bool = Fal
 
     Raises:
         Refused: Google refuses.
-        GaveUp: `patience.retries` attempts in a row came to nothing.
+        GaveUp: the same thing was done again `patience.retries` times, and to no avail.
     """
-    attempts = 0
+    times: Counter[str] = Counter()
     running_since: float | None = None
     while True:
         try:
-            done = _look(pod, job)
+            outcome, sentence = _look(pod, job)
+            times[UNREACHABLE] = 0
         except (Unreachable, Absent) as error:  # Absent: the machines went while they were being spoken to
-            done = f"{pod.name} does not answer: {error}"
-        if done in ("finished", "running"):
+            outcome, sentence = UNREACHABLE, f"{pod.name} does not answer: {error}"
+        print(sentence, flush=True)
+        if outcome == FINISHED or (outcome == RUNNING and until_running):
+            return
+        if outcome == RUNNING:
             running_since = running_since or time.monotonic()
-            if done == "finished" or until_running:
-                print(f"Run {job.run_id!r} on {pod.name}: {done}", flush=True)
-                return
             if time.monotonic() - running_since >= patience.healthy:
-                attempts = 0
-        elif done is not None:
+                times.clear()
+        else:
             running_since = None
-            attempts += 1
-            if attempts > patience.retries:
-                raise GaveUp(f"{patience.retries} attempts in a row came to nothing. The last: {done}. {pod.name} may still exist and cost money.")
-            print(done, flush=True)
-            time.sleep(min(patience.backoff * 2 ** (attempts - 1), 1800))
+        if outcome in (RUNNING, WAITING):
+            time.sleep(patience.poll)
             continue
-        time.sleep(patience.poll)
+        times[outcome] += 1
+        if times[outcome] > patience.retries:
+            raise GaveUp(f"given up after {patience.retries} times more; the last: {sentence}. {pod.name} may exist and cost money")
+        time.sleep(min(patience.backoff * 2 ** (times[outcome] - 1), 1800))
 
 
-def _look(pod: Pod, job: Job) -> str | None:
-    """Does the one thing that is due. "finished", "running", a sentence that says what was attempted, or None where one can but wait."""
+def _look(pod: Pod, job: Job) -> tuple[str, str]:
+    """Looks, does the one thing that is due, and says so: the outcome and a sentence."""
     state = pod.state()
     if state is None:
         pod.create()
-        return f"{pod.name}: asked for"
+        return ASKED, f"{pod.name}: asked for"
     if state in LOST:
         pod.delete()
         pod.create()
-        return f"{pod.name} was {state}: deleted and asked for again"
+        return ASKED, f"{pod.name} was {state}: deleted and asked for again"
     if state != "ACTIVE":
-        print(f"{pod.name} is {state}", flush=True)
-        return None
+        return WAITING, f"{pod.name} is {state}"
     training = pod.training()
-    if training in ("finished", "running"):
-        return training
+    if training in (FINISHED, RUNNING):
+        return training, f"{pod.name}: run {job.run_id!r} {'has finished' if training == FINISHED else 'is running'}"
     if training == "bare":
         pod.setup()
     pod.launch(job)
-    return f"{pod.name} was {training}: launched"
+    return LAUNCHED, f"{pod.name} was {training}: launched"
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -136,7 +137,7 @@ class Pod:
         """Starts training on every worker where none runs."""
         with self._files() as folder:
             if self.gcloud.dry_run:
-                print(f"# job.sh: {shlex.quote(job.script())}")
+                print(textwrap.indent(f"job.sh, beside {job.config} and the tokens that are set:\n{job.script()}", "# ", lambda line: True), end="")
             else:
                 shutil.copy(job.config, folder / "config.yaml")
                 (folder / "job.sh").write_text(job.script())

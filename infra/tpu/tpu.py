@@ -109,8 +109,8 @@ def _parse() -> argparse.Namespace:
     job.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="of train_lm")
 
     patience = argparse.ArgumentParser(add_help=False)
-    patience.add_argument("--retries", type=int, default=Patience.retries, help="attempts in a row")
-    patience.add_argument("--backoff", type=float, default=Patience.backoff, help="seconds before the second attempt")
+    patience.add_argument("--retries", type=int, default=Patience.retries, help="how often the same is tried again")
+    patience.add_argument("--backoff", type=float, default=Patience.backoff, help="seconds after a first attempt; doubles")
     patience.add_argument("--healthy", type=float, default=Patience.healthy, help="seconds of training that make attempts count anew")
 
     def command(name: str, summary: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
