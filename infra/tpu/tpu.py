@@ -48,6 +48,7 @@ def _do(options: argparse.Namespace, pod: Pod, job: Job | None) -> None:
             pod.training()
             pod.setup()
             pod.launch(job)
+            pod.state()
             pod.training()
         case "start":
             with alone(pod):
