@@ -44,7 +44,9 @@ class Gcloud:
             print(shlex.join(command), flush=True)
             return ""
         try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=None if show else subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=None if show else subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
         except FileNotFoundError:
             raise Refused("there is no gcloud on PATH: https://cloud.google.com/sdk/docs/install") from None
         if done.returncode == 0:

@@ -102,9 +102,7 @@ class Pod:
         # -p keeps modes, so that a secret is at no time readable to others there.
         files = [str(self.state_folder / "files" / name) for name in names]
         for node in self.nodes:
-            self.gcloud(
-                *("compute", "tpus", "tpu-vm", "scp", *files, f"{node}:{FOLDER}/", *self._where(), "--worker=all", "--scp-flag=-p")
-            )
+            self.gcloud(*("compute", "tpus", "tpu-vm", "scp", *files, f"{node}:{FOLDER}/", *self._where(), "--worker=all", "--scp-flag=-p"))
 
     @contextlib.contextmanager
     def _files(self) -> Iterator[Path]:
@@ -137,7 +135,10 @@ class Pod:
         """Starts training on every worker where none runs."""
         with self._files() as folder:
             if self.gcloud.dry_run:
-                print(textwrap.indent(f"job.sh, beside {job.config} and the tokens that are set:\n{job.script()}", "# ", lambda line: True), end="")
+                print(
+                    textwrap.indent(f"job.sh, beside {job.config} and the tokens that are set:\n{job.script()}", "# ", lambda line: True),
+                    end="",
+                )
             else:
                 shutil.copy(job.config, folder / "config.yaml")
                 (folder / "job.sh").write_text(job.script())

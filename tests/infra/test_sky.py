@@ -38,7 +38,11 @@ def tasks(tmp_path_factory):
         pytest.skip("SkyPilot is not installed: make .sky/.installed")
     environment = {**os.environ, "HOME": str(tmp_path_factory.mktemp("home")), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
     done = subprocess.run(
-        [PARSER, "-c", PROGRAM, NAME, *sorted(map(str, SKY.glob("*.yaml")))], env=environment, cwd=REPOSITORY, text=True, capture_output=True
+        [PARSER, "-c", PROGRAM, NAME, *sorted(map(str, SKY.glob("*.yaml")))],
+        env=environment,
+        cwd=REPOSITORY,
+        text=True,
+        capture_output=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -94,7 +98,12 @@ def test_one_node_trains_alone(tmp_path):
 def test_several_nodes_find_the_first(tmp_path):
     received = train(tmp_path, SKYPILOT_NUM_NODES="2", SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2", SKYPILOT_NODE_RANK="1")
     distributed = ["coordinator_address", "10.0.0.1:8476", "num_processes", "2", "process_id", "1"]
-    assert received == [NAME, "", *COMMAND, *(f"--trainer.distributed.{word}" if i % 2 == 0 else word for i, word in enumerate(distributed))]
+    assert received == [
+        NAME,
+        "",
+        *COMMAND,
+        *(f"--trainer.distributed.{word}" if i % 2 == 0 else word for i, word in enumerate(distributed)),
+    ]
 
 
 def test_a_tpu_finds_its_workers_itself_on_the_open_port(tmp_path):

@@ -41,7 +41,9 @@ def has_ended(cluster, job: str) -> bool:
 
 def trained_steps(log: Path) -> list[tuple[int, float]]:
     """The step and the loss of every line that logs one, in the order of the file."""
-    records = [json.loads(line[line.find("{") :]) for line in log.read_text().splitlines() if '"tracker": "json_logger", "event": "log"' in line]
+    records = [
+        json.loads(line[line.find("{") :]) for line in log.read_text().splitlines() if '"tracker": "json_logger", "event": "log"' in line
+    ]
     return [(record["step"], record["metrics"]["train/loss"]) for record in records if "train/loss" in record["metrics"]]
 
 
@@ -132,7 +134,7 @@ def test_a_canceled_job_stays_canceled(cluster, tmp_path, stand_in):
 
 def test_a_failure_ends_the_job_and_its_other_processes(cluster, tmp_path, stand_in):
     (tmp_path / "a.yaml").touch()
-    job = submit(cluster, tmp_path, "a.yaml", python=stand_in, STAND_IN='[[ $SLURM_PROCID == 0 ]] && sleep 600; exit 3')
+    job = submit(cluster, tmp_path, "a.yaml", python=stand_in, STAND_IN="[[ $SLURM_PROCID == 0 ]] && sleep 600; exit 3")
     cluster.wait_for(lambda: has_ended(cluster, job), "the end", 60)
     assert (cluster.job(job)["JobState"], cluster.job(job)["Restarts"]) == ("FAILED", "0")
 

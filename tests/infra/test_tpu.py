@@ -163,7 +163,15 @@ def test_a_second_babysitter_is_refused(gcloud):
 
 def test_after_a_preemption_it_creates_the_pod_again_and_goes_on(gcloud):
     """The machines go while training runs; the new ones come bare, and finish."""
-    lost = [*CREATED, state("ACTIVE"), state("ACTIVE"), state("SUSPENDING"), state("SUSPENDED"), state("WAITING_FOR_RESOURCES"), state("ACTIVE")]
+    lost = [
+        *CREATED,
+        state("ACTIVE"),
+        state("ACTIVE"),
+        state("SUSPENDING"),
+        state("SUSPENDED"),
+        state("WAITING_FOR_RESOURCES"),
+        state("ACTIVE"),
+    ]
     gcloud.script(describe=lost, train='[[ -e "$HOME/../../was_here" ]] && exit 0; touch "$HOME/../../was_here"; sleep 1; exit 75')
     done = gcloud.run(gcloud.job("babysit"))
     assert done.returncode == 0, done.stderr
@@ -174,7 +182,7 @@ def test_after_a_preemption_it_creates_the_pod_again_and_goes_on(gcloud):
 
 
 def test_what_exits_is_launched_again_without_new_machines(gcloud):
-    gcloud.script(describe=CREATED, train='[[ -e again ]] && exit 0; touch again; exit 75')
+    gcloud.script(describe=CREATED, train="[[ -e again ]] && exit 0; touch again; exit 75")
     done = gcloud.run(gcloud.job("babysit"))
     assert done.returncode == 0, done.stderr
     assert gcloud.verbs("create", "delete") == ["create"]
