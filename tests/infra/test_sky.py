@@ -25,7 +25,8 @@ for path in sys.argv[2:]:
     [resources] = task.resources
     tasks[path.rsplit("/", 1)[1]] = {
         "nodes": task.num_nodes, "accelerators": resources.accelerators, "spot": resources.use_spot, "recovery": resources.job_recovery,
-        "down": resources.autostop_config and resources.autostop_config.down, "run_id": task.envs["RUN_ID"], "secrets": sorted(task.secrets),
+        "down": resources.autostop_config and resources.autostop_config.down,
+        "run_id": task.envs["RUN_ID"], "secrets": sorted(task.secrets),
         "shown": repr([task, task.secrets, task.envs]),
     }
 print(json.dumps(tasks))
