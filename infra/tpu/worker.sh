@@ -7,11 +7,7 @@ case ${1:-} in
   setup) # source.tar.gz, a committed state of the repository, becomes an environment pinned by requirements/tpu.txt
     rm -f ready
     tar --extract --gzip --file source.tar.gz
-    python3 -m pip install --quiet --require-hashes --only-binary :all: --target .uv -r requirements/uv.txt
-    .uv/bin/uv venv --quiet --clear --python 3.12 .venv
-    .uv/bin/uv pip sync --quiet --python .venv --require-hashes requirements/tpu.txt
-    .uv/bin/uv pip install --quiet --python .venv --no-deps .
-    .venv/bin/python -c "from levanter.optim.config import OptimizerConfig; OptimizerConfig.get_choice_class('mars-adamw')"
+    bash infra/install.sh tpu
     touch ready
     ;;
   start)
