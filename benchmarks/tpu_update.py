@@ -73,12 +73,15 @@ class Row:
     temporaries_mib: float
 
 
+def shapes_of(model: Gpt2Config) -> Any:
+    return trainables_only(eqx.filter_eval_shape(model.build, hax.Axis("vocab", 50304), key=KEY), True)
+
+
 def measure(name: str, model: Gpt2Config, mesh: Mesh) -> Row:
     optimizer = OPTIMIZERS[name].build(1000)
     mapping = {"embed": "data"}
     with jax.set_mesh(mesh), hax.axis_mapping(mapping):
-        params = trainables_only(eqx.filter_eval_shape(model.build, hax.Axis("vocab", 50304), key=KEY), True)
-        params, static = eqx.partition(params, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+        params, static = eqx.partition(shapes_of(model), lambda x: isinstance(x, jax.ShapeDtypeStruct))
         state, fixed = eqx.partition(
             eqx.filter_eval_shape(lambda p: optimizer.init(eqx.combine(p, static)), params), lambda x: isinstance(x, jax.ShapeDtypeStruct)
         )
@@ -105,8 +108,7 @@ def measure(name: str, model: Gpt2Config, mesh: Mesh) -> Row:
 
 def floor(model: Gpt2Config, chips: int) -> tuple[float, float]:
     """GFLOP and MiB on each chip, if both were shared evenly."""
-    params = trainables_only(eqx.filter_eval_shape(model.build, hax.Axis("vocab", 50304), key=KEY), True)
-    matrices = [p for p in jax.tree.leaves(describe(params)) if p.kind == "matrix" and not p.embedding and "embeddings" not in p.path]
+    matrices = [p for p in jax.tree.leaves(describe(shapes_of(model))) if p.kind == "matrix" and not p.embedding]
     flops = sum(math.prod(p.stack_shape) * newton_schulz_flops(min(p.tensor_shape), max(p.tensor_shape), 5) for p in matrices)
     return flops / chips / 1e9, 2 * 2 * sum(math.prod(p.shape) for p in matrices) / chips / MIB
 

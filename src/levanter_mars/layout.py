@@ -6,9 +6,9 @@ the least that can be sent, each device's part of the matrices once out and once
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -68,18 +68,18 @@ def map_matrices(
     axes = [names for x in arrays if (names := _mesh_axes(x, mesh)) is not None]
     if len(axes) < len(arrays):
         return None
-    placed = [_place(parameter, names, mesh) for parameter, names in zip(parameters, axes, strict=True)]
-    groups = [
-        _Group.plan([p for p in placed if p.spread_axes(mesh) == spread], spread, mesh, cost, jnp.dtype(dtype).itemsize)
-        for spread in dict.fromkeys(p.spread_axes(mesh) for p in placed)
-    ]
+    slow = _slow_axes()
+    placed = [_place(parameter, names, mesh, slow) for parameter, names in zip(parameters, axes, strict=True)]
+    together = {spread: [i for i, p in enumerate(placed) if p.spread == spread] for spread in dict.fromkeys(p.spread for p in placed)}
+    groups = {
+        spread: _Group.plan([placed[i] for i in mine], spread, mesh, cost, jnp.dtype(dtype).itemsize) for spread, mine in together.items()
+    }
 
     def on_each_device(*local: Array) -> tuple[Array, ...]:
         blocks = [p.to_blocks(x.astype(dtype)) for p, x in zip(placed, local, strict=True)]
         results: list[Any] = [None] * len(blocks)
-        for group in groups:
-            mine = [i for i, p in enumerate(placed) if p.spread_axes(mesh) == group.axes]
-            for i, result in zip(mine, group.run(function, [blocks[i] for i in mine]), strict=True):
+        for spread, mine in together.items():
+            for i, result in zip(mine, groups[spread].run(function, [blocks[i] for i in mine]), strict=True):
                 results[i] = result
         return tuple(p.from_blocks(result, x.shape) for p, result, x in zip(placed, results, local, strict=True))
 
@@ -101,7 +101,7 @@ def _mesh_axes(x: Any, mesh) -> tuple[tuple[str, ...], ...] | None:
         return None
     axes = [tuple(name for name in _as_tuple(entry) if mesh.shape.get(name, 1) > 1) for entry in entries]
     # The compiler pads an axis that does not divide. Here it is gathered.
-    return tuple(names if array.shape[i] % _size(mesh, names) == 0 else () for i, names in enumerate(axes))
+    return tuple(names if array.shape[i] % _size(mesh.shape, names) == 0 else () for i, names in enumerate(axes))
 
 
 class Cut(NamedTuple):
@@ -118,20 +118,14 @@ class _Placed:
     parameter: Parameter
     cut: Cut
     stack_axes: tuple[str, ...]
+    spread: tuple[str, ...]
+    """The axes over which whole matrices are spread: those that cut them, and those along which devices hold the same, unless slow.
+
+    Axes that cut the stack, such as that of experts, already spread it. Copies in other slices of the machine compute the same: that takes
+    less than to wait for the network between slices.
+    """
     order: tuple[int, ...]
     """The array's axes: stack, short side, long side."""
-
-    def spread_axes(self, mesh) -> tuple[str, ...]:
-        """The axes over which whole matrices are spread: those that cut them, and those along which devices hold the same, unless slow.
-
-        Axes that cut the stack, such as that of experts, already spread it. Copies in other slices of the machine compute the same:
-        that takes less than to wait for the network between slices.
-        """
-        cutting = self.cut.short_axes + self.cut.long_axes
-        slow = _slow_axes()
-        return tuple(
-            name for name, size in mesh.shape.items() if size > 1 and name not in self.stack_axes and (name in cutting or name not in slow)
-        )
 
     def to_blocks(self, local: Array) -> Float[Array, "k short long"]:
         return local.transpose(self.order).reshape(-1, self.cut.short, self.cut.long)
@@ -141,15 +135,17 @@ class _Placed:
         return array.transpose([self.order.index(i) for i in range(len(shape))])
 
 
-def _place(parameter: Parameter, names: tuple[tuple[str, ...], ...], mesh) -> _Placed:
+def _place(parameter: Parameter, names: tuple[tuple[str, ...], ...], mesh, slow: frozenset[str]) -> _Placed:
     fan_out, fan_in = parameter.tensor_shape
     sides = [parameter.outputs, parameter.inputs]
     # Of a square matrix the side that is cut goes first, where the parts of one matrix come to stand below one another.
     if fan_in < fan_out or (fan_in == fan_out and any(names[i] for i in parameter.inputs)):
         sides.reverse()
-    axes = [tuple(name for i in side for name in names[i]) for side in (*sides, parameter.stack)]
-    short, long = (math.prod(parameter.shape[i] // _size(mesh, names[i]) for i in side) for side in sides)
-    return _Placed(parameter, Cut(axes[0], axes[1], short, long), axes[2], parameter.stack + sides[0] + sides[1])
+    short_axes, long_axes, stack_axes = (tuple(name for i in side for name in names[i]) for side in (*sides, parameter.stack))
+    short, long = (math.prod(parameter.shape[i] // _size(mesh.shape, names[i]) for i in side) for side in sides)
+    elsewhere = {*stack_axes, *(slow - {*short_axes, *long_axes})}
+    spread = tuple(name for name, size in mesh.shape.items() if size > 1 and name not in elsewhere)
+    return _Placed(parameter, Cut(short_axes, long_axes, short, long), stack_axes, spread, parameter.stack + sides[0] + sides[1])
 
 
 @dataclass(frozen=True)
@@ -172,9 +168,9 @@ class _Group:
         cuts = list(dict.fromkeys(p.cut for p in placed))
         counts = [0] * len(cuts)
         for p in placed:
-            counts[cuts.index(p.cut)] += math.prod(p.parameter.stack_shape) // _size(mesh, p.stack_axes)
-        devices = _size(mesh, axes)
-        shapes = [(c.short * _size(mesh, c.short_axes), c.long * _size(mesh, c.long_axes)) for c in cuts]
+            counts[cuts.index(p.cut)] += math.prod(p.parameter.stack_shape) // _size(mesh.shape, p.stack_axes)
+        devices = _size(mesh.shape, axes)
+        shapes = [(c.short * _size(mesh.shape, c.short_axes), c.long * _size(mesh.shape, c.long_axes)) for c in cuts]
 
         def slowest(split: int) -> float:
             work = [cost(m, n, split) for m, n in shapes]
@@ -190,16 +186,15 @@ class _Group:
         """From every array's blocks on this device to those of the results."""
         counts = [len(x) for x in blocks]
         by_cut = [jnp.concatenate([x for x, i in zip(blocks, self.members, strict=True) if i == cut]) for cut in range(len(self.cuts))]
-        exchanges = list(dict.fromkeys(map(self._exchange_axes, self.cuts)))
-        received = [self._send(axes, by_cut) for axes in exchanges]
+        received = [self._send(axes, by_cut) for axes in self._exchanges]
         kinds = list(dict.fromkeys(self.shares))
         kind = jnp.array([kinds.index(share) for share in self.shares])[jax.lax.axis_index(self.axes) // self.split]
         if self.split == 1:
-            computed = jax.lax.switch(kind, [partial(self._compute, function, exchanges, share) for share in kinds], received)
+            computed = jax.lax.switch(kind, [partial(self._compute, function, share) for share in kinds], received)
         else:
-            computed = self._compute_split(function, exchanges, kind, kinds, received)
+            computed = self._compute_split(function, kind, kinds, received)
         home: dict[int, Array] = {}
-        for axes, buffer in zip(exchanges, computed, strict=True):
+        for axes, buffer in zip(self._exchanges, computed, strict=True):
             home |= self._return(axes, buffer)
         taken = [0] * len(self.cuts)
         results = []
@@ -208,10 +203,10 @@ class _Group:
             taken[cut] += count
         return results
 
-    def _compute(self, function: MatrixFunction, exchanges: list[tuple[str, ...]], share: Share, received: list[Array]) -> list[Array]:
+    def _compute(self, function: MatrixFunction, share: Share, received: list[Array]) -> list[Array]:
         """One matrix after the other, each written over itself, so that little memory is needed beside them."""
         received = list(received)
-        for where, cut, start, n in self._places(exchanges, share):
+        for where, cut, start, n in self._places(share):
 
             def compute(i: Array, buffer: Array, cut=cut, start=start) -> Array:
                 at = start + i * self._part(cut)
@@ -222,7 +217,7 @@ class _Group:
             received[where] = jax.lax.fori_loop(0, n, compute, received[where])
         return received
 
-    def _compute_split(self, function: MatrixFunction, exchanges, kind: Array, kinds: list[Share], received: list[Array]) -> list[Array]:
+    def _compute_split(self, function: MatrixFunction, kind: Array, kinds: list[Share], received: list[Array]) -> list[Array]:
         """One matrix, or none, for a group of devices, each of which has some of the columns.
 
         All groups take part in every sum, so all compute on one shape: smaller matrices are padded with zeros.
@@ -230,14 +225,14 @@ class _Group:
         widest = (max(map(self._rows, self.cuts)), max(map(self._columns, self.cuts)))
 
         def padded(share: Share, received: list[Array]) -> Array:
-            for where, cut, start, _ in self._places(exchanges, share):
+            for where, cut, start, _ in self._places(share):
                 x = self._assemble(cut, received[where][:, start : start + self._part(cut)])
                 return jnp.pad(x, [(0, full - size) for full, size in zip(widest, x.shape, strict=True)])
             return jnp.zeros(widest, received[0].dtype)
 
         def cropped(share: Share, result: Array, received: list[Array]) -> list[Array]:
             received = list(received)
-            for where, cut, start, _ in self._places(exchanges, share):
+            for where, cut, start, _ in self._places(share):
                 rows = self._take_apart(cut, result[: self._rows(cut), : self._columns(cut)])
                 received[where] = jax.lax.dynamic_update_slice_in_dim(received[where], rows, start, axis=1)
             return received
@@ -248,11 +243,16 @@ class _Group:
         result = function(x, lambda part: jax.lax.psum(part, self.axes, axis_index_groups=groups))
         return jax.lax.switch(kind, [partial(cropped, share) for share in kinds], result, received)
 
-    def _places(self, exchanges: list[tuple[str, ...]], share: Share) -> Iterator[tuple[int, Cut, int, int]]:
+    @cached_property
+    def _exchanges(self) -> list[tuple[str, ...]]:
+        """The axes along which matrices are exchanged: one buffer is sent and received for each."""
+        return list(dict.fromkeys(map(self._exchange_axes, self.cuts)))
+
+    def _places(self, share: Share) -> Iterator[tuple[int, Cut, int, int]]:
         """Where the matrices of a share are: in which of the received buffers, of which cut, from which column on, and how many."""
-        start = [0] * len(exchanges)
+        start = [0] * len(self._exchanges)
         for n, cut in zip(share, self.cuts, strict=True):
-            where = exchanges.index(self._exchange_axes(cut))
+            where = self._exchanges.index(self._exchange_axes(cut))
             if n:
                 yield where, cut, start[where], n
             start[where] += n * self._part(cut)
@@ -260,22 +260,28 @@ class _Group:
     def _exchange_axes(self, cut: Cut) -> tuple[str, ...]:
         return tuple(name for name in self.axes if name in cut.short_axes + cut.long_axes)
 
+    def _copies(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The other axes: along them devices hold the same of what `axes` cut."""
+        return tuple(name for name in self.axes if name not in axes)
+
+    def _part_columns(self, cut: Cut) -> int:
+        """Columns of one device's block that one device of a group gets."""
+        return -(-cut.long // self.split)
+
     def _part(self, cut: Cut) -> int:
-        """Numbers of one device's block that one device of a group gets: some of its columns."""
-        return cut.short * -(-cut.long // self.split)
+        """Numbers in them."""
+        return cut.short * self._part_columns(cut)
 
     def _rows(self, cut: Cut) -> int:
-        return cut.short * _size(self, cut.short_axes)
+        return cut.short * _size(self.sizes, cut.short_axes)
 
     def _columns(self, cut: Cut) -> int:
-        return -(-cut.long // self.split) * _size(self, cut.long_axes)
+        return self._part_columns(cut) * _size(self.sizes, cut.long_axes)
 
     def _width(self, axes: tuple[str, ...]) -> int:
         """Numbers that the busiest device gets from each of the devices along `axes`."""
-        return max(sum(n * self._part(cut) for n, cut in self._along(axes, share)) for share in self.shares)
-
-    def _along(self, axes: tuple[str, ...], share: Share) -> Iterator[tuple[int, Cut]]:
-        return ((n, cut) for n, cut in zip(share, self.cuts, strict=True) if self._exchange_axes(cut) == axes)
+        parts = [self._part(cut) if self._exchange_axes(cut) == axes else 0 for cut in self.cuts]
+        return max(sum(n * part for n, part in zip(share, parts, strict=True)) for share in self.shares)
 
     def _send(self, axes: tuple[str, ...], by_cut: list[Array]) -> Float[Array, "sources width"]:
         """Every device's share of the matrices that `axes` cut, of which it gets one row from each of the devices along them."""
@@ -286,25 +292,25 @@ class _Group:
                 if n and self._exchange_axes(cut) == axes:
                     blocks = by_cut[i][taken[i] : taken[i] + bins * n]
                     taken[i] += bins * n
-                    columns = -(-cut.long // self.split)
+                    columns = self._part_columns(cut)
                     blocks = jnp.pad(blocks, [(0, 0), (0, 0), (0, columns * self.split - cut.long)])
                     blocks = blocks.reshape(bins, n, cut.short, self.split, columns).transpose(0, 3, 1, 2, 4)
                     parts.append(blocks.reshape(bins, self.split, -1))
             row = jnp.concatenate([jnp.zeros((bins, self.split, 0), by_cut[0].dtype), *parts], axis=-1)
             rows.append(jnp.pad(row, [(0, 0), (0, 0), (0, width - row.shape[-1])]))
         outgoing = jnp.concatenate(rows).reshape(-1, width)
-        copies = tuple(name for name in self.axes if name not in axes)
+        copies = self._copies(axes)
         if copies:  # devices that hold the same each send to one part of the devices
             order = [self.axes.index(name) for name in copies + axes]
             outgoing = outgoing.reshape([self.sizes[name] for name in self.axes] + [width]).transpose([*order, len(order)])
-            outgoing = outgoing.reshape(_size(self, copies), -1, width)[jax.lax.axis_index(copies)]
+            outgoing = outgoing.reshape(_size(self.sizes, copies), -1, width)[jax.lax.axis_index(copies)]
         return jax.lax.all_to_all(outgoing, axes, 0, 0, tiled=True) if axes else outgoing
 
     def _return(self, axes: tuple[str, ...], computed: Array) -> dict[int, Array]:
         """The way back: the blocks of the matrices that `axes` cut, by the index of their cut."""
         width = computed.shape[-1]
         home = jax.lax.all_to_all(computed, axes, 0, 0, tiled=True) if axes else computed
-        copies = tuple(name for name in self.axes if name not in axes)
+        copies = self._copies(axes)
         if copies:
             home = jax.lax.all_gather(home, copies, axis=0)
             order = [(copies + axes).index(name) for name in self.axes]
@@ -317,7 +323,7 @@ class _Group:
                 cut, size = self.cuts[i], share[i] * self._part(self.cuts[i])
                 blocks = home[first : first + bins, :, start : start + size]
                 start += size
-                columns = -(-cut.long // self.split)
+                columns = self._part_columns(cut)
                 blocks = blocks.reshape(bins, self.split, share[i], cut.short, columns).transpose(0, 2, 3, 1, 4)
                 found[i].append(blocks.reshape(-1, cut.short, self.split * columns)[..., : cut.long])
             first += bins
@@ -329,7 +335,7 @@ class _Group:
 
     def _take_apart(self, cut: Cut, matrix: Float[Array, "m n"]) -> Float[Array, "sources part"]:
         order = self._order(cut)
-        sizes = [self.sizes[name] for name in self._exchange_axes(cut)] + [cut.short, -(-cut.long // self.split)]
+        sizes = [self.sizes[name] for name in self._exchange_axes(cut)] + [cut.short, self._part_columns(cut)]
         matrix = matrix.reshape([sizes[i] for i in order]).transpose([order.index(i) for i in range(len(order))])
         return matrix.reshape(-1, self._part(cut))
 
@@ -343,9 +349,8 @@ def _runs(shares: list[Share]) -> Iterator[tuple[Share, int]]:
     return ((share, len(list(same))) for share, same in groupby(shares))
 
 
-def _size(mesh: Any, axes: Sequence[str]) -> int:
-    shape = mesh.sizes if isinstance(mesh, _Group) else mesh.shape
-    return math.prod(shape[name] for name in axes)
+def _size(sizes: Mapping[str, int], axes: Sequence[str]) -> int:
+    return math.prod(sizes[name] for name in axes)
 
 
 def _as_tuple(entry: Any) -> tuple[str, ...]:

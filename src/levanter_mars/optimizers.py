@@ -28,7 +28,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -225,13 +225,7 @@ def mars_shampoo(
 
     adam = preconditioners.scale_by_adam(beta1, beta2, epsilon, momentum_dtype=momentum_dtype)
     adam_1d = preconditioners.scale_by_adam(beta1_1d, beta2_1d, epsilon, momentum_dtype=momentum_dtype)
-    orthogonal = parts.orthogonalize(
-        scale,
-        steps=newton_schulz_steps,
-        coefficients=newton_schulz_coefficients,
-        dtype=newton_schulz_dtype,
-        layout=newton_schulz_layout,
-    )
+    orthogonal = parts.orthogonalize(scale, newton_schulz_steps, newton_schulz_coefficients, newton_schulz_dtype, newton_schulz_layout)
     # A matrix's orthogonal factor does not know its scale, up to the ε beside the norm, which the release compares with m/(1 − β1).
     unscaled = optax.scale(1 / (1 - beta1))
     rules: Rules = {
@@ -306,13 +300,7 @@ def mars_m(
         return 0.2 * math.sqrt(max(parameter.tensor_shape))
 
     adam = preconditioners.scale_by_adam(beta1_1d, beta2_1d, epsilon, epsilon_before_correction=True, momentum_dtype=momentum_dtype)
-    orthogonal = parts.orthogonalize(
-        scale,
-        steps=newton_schulz_steps,
-        coefficients=newton_schulz_coefficients,
-        dtype=newton_schulz_dtype,
-        layout=newton_schulz_layout,
-    )
+    orthogonal = parts.orthogonalize(scale, newton_schulz_steps, newton_schulz_coefficients, newton_schulz_dtype, newton_schulz_layout)
     rules: Rules = {
         "mars-m": parts.rule([parts.momentum(), orthogonal], weight_decay, weight_decay_mask, learning_rate),
         "adamw": parts.rule([apply_clip_factor(), adam], weight_decay_1d, None, learning_rate_1d),
@@ -390,8 +378,12 @@ class _Parts:
             return recursive_momentum(self.beta1, self.gamma, momentum_dtype=self.momentum_dtype)
         return optax.chain(self.correction(), preconditioners.momentum(self.beta1, momentum_dtype=self.momentum_dtype))
 
-    def orthogonalize(self, scale: Callable[[Parameter], float], **kwargs: Any) -> optax.GradientTransformation:
-        return preconditioners.orthogonalize(scale, axis_roles=self.axis_roles, **kwargs)
+    def orthogonalize(
+        self, scale: Callable[[Parameter], float], steps: int, coefficients: str, dtype: str, layout: Layout
+    ) -> optax.GradientTransformation:
+        return preconditioners.orthogonalize(
+            scale, steps=steps, coefficients=coefficients, dtype=dtype, layout=layout, axis_roles=self.axis_roles
+        )
 
     def rule(
         self, direction: list[optax.GradientTransformation], weight_decay: float, mask: Mask, learning_rate: optax.ScalarOrSchedule

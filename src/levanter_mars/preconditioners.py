@@ -14,8 +14,7 @@ import optax
 from jaxtyping import Array, DTypeLike, Int
 
 from levanter_mars.layout import Work, map_matrices
-from levanter_mars.newton_schulz import newton_schulz as _newton_schulz
-from levanter_mars.newton_schulz import newton_schulz_flops
+from levanter_mars.newton_schulz import newton_schulz, newton_schulz_flops
 from levanter_mars.parameters import Parameter, RolesOrFn, describe, map_parameters
 from levanter_mars.steps import Step
 
@@ -122,7 +121,7 @@ def orthogonalize(
             every device compute all that it holds a part of.
         axis_roles: see `levanter_mars.parameters.describe`.
     """
-    newton_schulz = functools.partial(_newton_schulz, steps=steps, coefficients=coefficients, dtype=dtype)
+    factor = functools.partial(newton_schulz, steps=steps, coefficients=coefficients, dtype=dtype)
 
     def cost(m: int, n: int, split: int) -> Work:
         iterations = 5 if isinstance(steps, jax.Array) else steps
@@ -132,12 +131,12 @@ def orthogonalize(
         del params
         arrays, structure = jax.tree.flatten(updates, is_leaf=lambda x: isinstance(x, hax.NamedArray))
         parameters = jax.tree.leaves(describe(updates, axis_roles))
-        spread = None
+        factors = None
         if layout == "auto":
-            spread = map_matrices(lambda x, sum_of_parts: newton_schulz(x, sum_of_parts=sum_of_parts), cost, parameters, arrays, dtype)
-        if spread is None:
-            spread = [p.from_matrices(newton_schulz(p.to_matrices(x)), x) for p, x in zip(parameters, arrays, strict=True)]
-        return structure.unflatten([scale(p) * y.astype(x.dtype) for p, x, y in zip(parameters, arrays, spread, strict=True)])
+            factors = map_matrices(lambda x, sum_of_parts: factor(x, sum_of_parts=sum_of_parts), cost, parameters, arrays, dtype)
+        if factors is None:
+            factors = [p.from_matrices(factor(p.to_matrices(x)), x) for p, x in zip(parameters, arrays, strict=True)]
+        return structure.unflatten([scale(p) * y.astype(x.dtype) for p, x, y in zip(parameters, arrays, factors, strict=True)])
 
     return optax.stateless(update)
 

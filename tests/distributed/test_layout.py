@@ -1,13 +1,11 @@
 """However matrices lie on eight devices, their orthogonal factors are what one device computes, for no more traffic than they need."""
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from devices import run_on_eight
 from jax.sharding import Mesh
 
 from levanter_mars.layout import axes_between_slices
@@ -131,15 +129,7 @@ print("the same wherever they lie")
 
 @pytest.mark.slow
 def test_the_result_does_not_depend_on_where_matrices_lie():
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": os.path.dirname(os.path.dirname(__file__)),
-    }
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip().endswith("the same wherever they lie")
+    assert run_on_eight(PROGRAM) == "the same wherever they lie"
 
 
 def test_axes_between_slices_are_told_from_the_devices():

@@ -1,14 +1,10 @@
 """The estimate for GPUs, by eight virtual CPU devices: its memory is that of a run on eight such devices."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from devices import run_on_eight
 
-TESTS = Path(__file__).parents[1]
 PROGRAM = """
 import json, sys
 import equinox as eqx, haliax as hax, jax, jax.numpy as jnp, jax.random as jrandom
@@ -69,12 +65,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> dict:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    checkpoints = str(tmp_path_factory.mktemp("checkpoints"))
-    command = [sys.executable, "-c", PROGRAM, checkpoints]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run_on_eight(PROGRAM, str(tmp_path_factory.mktemp("checkpoints"))))
 
 
 @pytest.mark.slow

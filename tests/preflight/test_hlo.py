@@ -1,14 +1,12 @@
 """What is counted in compiled programs, against figures worked out by hand."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
+from devices import run_on_eight
 
 from levanter_mars.preflight import hlo
 
@@ -121,10 +119,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def collectives() -> dict:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    done = subprocess.run([sys.executable, "-c", COLLECTIVES], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run_on_eight(COLLECTIVES))
 
 
 MINE = 1024 * 16 * 4

@@ -6,9 +6,9 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
+from levanter_mars.preflight.hardware import GIB
+from levanter_mars.preflight.hlo import PHASES
 from levanter_mars.preflight.report import Report
-
-GIB = 2**30
 
 
 def table(reports: Sequence[Report]) -> str:
@@ -31,7 +31,7 @@ def table(reports: Sequence[Report]) -> str:
     section("optimizer state, bytes a parameter, all devices")
     add("total", (f"{sum(report.state_bytes.values()) / report.parameter_count:.2f}" for report in reports))
     section(f"TFLOPs of matrix products in a step, one {_device(first)}")
-    for phase in ("forward/backward", "optimizer"):
+    for phase in PHASES:
         add(phase, (_number(report.flops.get(phase), 1e12) for report in reports))
     section(f"collectives in a step, one {_device(first)}: number, MiB of results, MiB sent")
     for key in dict.fromkeys((c.phase, c.kind) for report in reports for c in report.collectives):
