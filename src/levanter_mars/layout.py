@@ -8,13 +8,16 @@ the least that can be sent, each device's part of the matrices once out and once
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax.partitioning import current_thread_local_mapping, physical_axis_name
+from jax._src.mesh import get_concrete_mesh  # within jit JAX has no public way to ask which slice a device belongs to
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float
 
@@ -57,15 +60,15 @@ def map_matrices(
 
     Returns:
         The results in the form and the sharding of `arrays`, in `dtype`. None where there is nothing to lay out: on one device, or
-        where it is not known how some array lies on the mesh.
+        where it is not known how some array lies on the mesh, or one is empty.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
+    if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types or not arrays or any(0 in p.shape for p in parameters):
         return None
-    axes = [_mesh_axes(x, mesh) for x in arrays]
-    if None in axes:
+    axes = [names for x in arrays if (names := _mesh_axes(x, mesh)) is not None]
+    if len(axes) < len(arrays):
         return None
-    placed = [_place(parameter, spec, mesh) for parameter, spec in zip(parameters, axes, strict=True)]
+    placed = [_place(parameter, names, mesh) for parameter, names in zip(parameters, axes, strict=True)]
     groups = [
         _Group.plan([p for p in placed if p.spread_axes(mesh) == spread], spread, mesh, cost, jnp.dtype(dtype).itemsize)
         for spread in dict.fromkeys(p.spread_axes(mesh) for p in placed)
@@ -87,7 +90,7 @@ def map_matrices(
 
 
 def _mesh_axes(x: Any, mesh) -> tuple[tuple[str, ...], ...] | None:
-    """The axes of the mesh that cut every axis of `x`; None if that cannot be known, as of plain arrays on a mesh whose axes the compiler handles."""
+    """The axes of the mesh that cut each axis of `x`; None if nobody says, as of plain arrays where the compiler handles the mesh."""
     array = x.array if isinstance(x, hax.NamedArray) else x
     if all(kind == AxisType.Explicit for kind in mesh.axis_types):
         entries = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in jax.typeof(array).sharding.spec]
@@ -138,14 +141,14 @@ class _Placed:
         return array.transpose([self.order.index(i) for i in range(len(shape))])
 
 
-def _place(parameter: Parameter, spec: PartitionSpec, mesh) -> _Placed:
+def _place(parameter: Parameter, names: tuple[tuple[str, ...], ...], mesh) -> _Placed:
     fan_out, fan_in = parameter.tensor_shape
     sides = [parameter.outputs, parameter.inputs]
     # Of a square matrix the side that is cut goes first, where the parts of one matrix come to stand below one another.
-    if fan_in < fan_out or (fan_in == fan_out and any(spec[i] for i in parameter.inputs)):
+    if fan_in < fan_out or (fan_in == fan_out and any(names[i] for i in parameter.inputs)):
         sides.reverse()
-    axes = [tuple(name for i in side for name in spec[i]) for side in (*sides, parameter.stack)]
-    short, long = (math.prod(parameter.shape[i] // _size(mesh, spec[i]) for i in side) for side in sides)
+    axes = [tuple(name for i in side for name in names[i]) for side in (*sides, parameter.stack)]
+    short, long = (math.prod(parameter.shape[i] // _size(mesh, names[i]) for i in side) for side in sides)
     return _Placed(parameter, Cut(axes[0], axes[1], short, long), axes[2], parameter.stack + sides[0] + sides[1])
 
 
@@ -192,17 +195,9 @@ class _Group:
         kinds = list(dict.fromkeys(self.shares))
         kind = jnp.array([kinds.index(share) for share in self.shares])[jax.lax.axis_index(self.axes) // self.split]
         if self.split == 1:
-
-            def compute(share: Share):
-                def branch(received: list[Array]) -> list[Array]:
-                    alone = [_one_by_one(lambda x: function(x, lambda part: part), x) for x in self._assemble(share, exchanges, received)]
-                    return self._disassemble(share, exchanges, received, alone)
-
-                return branch
-
-            computed = jax.lax.switch(kind, [compute(share) for share in kinds], received)
+            computed = jax.lax.switch(kind, [partial(self._compute, function, exchanges, share) for share in kinds], received)
         else:
-            computed = self._compute_split(function, kind, kinds, exchanges, received)
+            computed = self._compute_split(function, exchanges, kind, kinds, received)
         home: dict[int, Array] = {}
         for axes, buffer in zip(exchanges, computed, strict=True):
             home |= self._return(axes, buffer)
@@ -213,33 +208,54 @@ class _Group:
             taken[cut] += count
         return results
 
-    def _compute_split(self, function: MatrixFunction, kind: Array, kinds: list[Share], exchanges, received: list[Array]) -> list[Array]:
+    def _compute(self, function: MatrixFunction, exchanges: list[tuple[str, ...]], share: Share, received: list[Array]) -> list[Array]:
+        """One matrix after the other, each written over itself, so that little memory is needed beside them."""
+        received = list(received)
+        for where, cut, start, n in self._places(exchanges, share):
+
+            def compute(i: Array, buffer: Array, cut=cut, start=start) -> Array:
+                at = start + i * self._part(cut)
+                rows = jax.lax.dynamic_slice_in_dim(buffer, at, self._part(cut), axis=1)
+                result = function(self._assemble(cut, rows), lambda part: part)
+                return jax.lax.dynamic_update_slice_in_dim(buffer, self._take_apart(cut, result), at, axis=1)
+
+            received[where] = jax.lax.fori_loop(0, n, compute, received[where])
+        return received
+
+    def _compute_split(self, function: MatrixFunction, exchanges, kind: Array, kinds: list[Share], received: list[Array]) -> list[Array]:
         """One matrix, or none, for a group of devices, each of which has some of the columns.
 
         All groups take part in every sum, so all compute on one shape: smaller matrices are padded with zeros.
         """
         widest = (max(map(self._rows, self.cuts)), max(map(self._columns, self.cuts)))
 
-        def padded(share: Share):
-            def branch(received: list[Array]) -> Array:
-                mine = self._assemble(share, exchanges, received)
-                x = mine[0][0] if mine else jnp.zeros(widest, received[0].dtype)
+        def padded(share: Share, received: list[Array]) -> Array:
+            for where, cut, start, _ in self._places(exchanges, share):
+                x = self._assemble(cut, received[where][:, start : start + self._part(cut)])
                 return jnp.pad(x, [(0, full - size) for full, size in zip(widest, x.shape, strict=True)])
+            return jnp.zeros(widest, received[0].dtype)
 
-            return branch
-
-        def cropped(share: Share):
-            def branch(x: Array, received: list[Array]) -> list[Array]:
-                mine = [x[None, : self._rows(cut), : self._columns(cut)] for _, cut in self._present(share)]
-                return self._disassemble(share, exchanges, received, mine)
-
-            return branch
+        def cropped(share: Share, result: Array, received: list[Array]) -> list[Array]:
+            received = list(received)
+            for where, cut, start, _ in self._places(exchanges, share):
+                rows = self._take_apart(cut, result[: self._rows(cut), : self._columns(cut)])
+                received[where] = jax.lax.dynamic_update_slice_in_dim(received[where], rows, start, axis=1)
+            return received
 
         devices = self.split * len(self.shares)
         groups = [list(range(first, first + self.split)) for first in range(0, devices, self.split)]
-        x = jax.lax.switch(kind, [padded(share) for share in kinds], received)
-        y = function(x, lambda part: jax.lax.psum(part, self.axes, axis_index_groups=groups))
-        return jax.lax.switch(kind, [cropped(share) for share in kinds], y, received)
+        x = jax.lax.switch(kind, [partial(padded, share) for share in kinds], received)
+        result = function(x, lambda part: jax.lax.psum(part, self.axes, axis_index_groups=groups))
+        return jax.lax.switch(kind, [partial(cropped, share) for share in kinds], result, received)
+
+    def _places(self, exchanges: list[tuple[str, ...]], share: Share) -> Iterator[tuple[int, Cut, int, int]]:
+        """Where the matrices of a share are: in which of the received buffers, of which cut, from which column on, and how many."""
+        start = [0] * len(exchanges)
+        for n, cut in zip(share, self.cuts, strict=True):
+            where = exchanges.index(self._exchange_axes(cut))
+            if n:
+                yield where, cut, start[where], n
+            start[where] += n * self._part(cut)
 
     def _exchange_axes(self, cut: Cut) -> tuple[str, ...]:
         return tuple(name for name in self.axes if name in cut.short_axes + cut.long_axes)
@@ -307,43 +323,20 @@ class _Group:
             first += bins
         return {i: jnp.concatenate(blocks) for i, blocks in found.items()}
 
-    def _assemble(self, share: Share, exchanges: list[tuple[str, ...]], received: list[Array]) -> list[Float[Array, "k m n"]]:
-        """The matrices of a share, by cut; of cuts that it has none of, nothing."""
-        start, matrices = dict.fromkeys(exchanges, 0), []
-        for n, cut in self._present(share):
-            axes, size = self._exchange_axes(cut), n * self._part(cut)
-            rows = received[exchanges.index(axes)][:, start[axes] : start[axes] + size]
-            start[axes] += size
-            x = rows.reshape(*(self.sizes[name] for name in axes), n, cut.short, -1)
-            matrices.append(x.transpose(self._order(cut)).reshape(n, self._rows(cut), -1))
-        return matrices
+    def _assemble(self, cut: Cut, rows: Float[Array, "sources part"]) -> Float[Array, "m n"]:
+        sources = [self.sizes[name] for name in self._exchange_axes(cut)]
+        return rows.reshape(*sources, cut.short, -1).transpose(self._order(cut)).reshape(self._rows(cut), -1)
 
-    def _disassemble(self, share: Share, exchanges, received: list[Array], matrices: list[Array]) -> list[Array]:
-        rows: dict[tuple[str, ...], list[Array]] = {axes: [] for axes in exchanges}
-        for (n, cut), x in zip(self._present(share), matrices, strict=True):
-            axes, order = self._exchange_axes(cut), self._order(cut)
-            sizes = [self.sizes[name] for name in axes] + [n, cut.short, -(-cut.long // self.split)]
-            x = x.reshape([sizes[i] for i in order]).transpose([order.index(i) for i in range(len(order))])
-            rows[axes].append(x.reshape(_size(self, axes), -1))
-        buffers = []
-        for axes, before in zip(exchanges, received, strict=True):
-            row = jnp.concatenate([jnp.zeros((len(before), 0), before.dtype), *rows[axes]], axis=-1)
-            buffers.append(jnp.pad(row, [(0, 0), (0, before.shape[-1] - row.shape[-1])]))
-        return buffers
-
-    def _present(self, share: Share) -> list[tuple[int, Cut]]:
-        return [(n, cut) for n, cut in zip(share, self.cuts, strict=True) if n]
+    def _take_apart(self, cut: Cut, matrix: Float[Array, "m n"]) -> Float[Array, "sources part"]:
+        order = self._order(cut)
+        sizes = [self.sizes[name] for name in self._exchange_axes(cut)] + [cut.short, -(-cut.long // self.split)]
+        matrix = matrix.reshape([sizes[i] for i in order]).transpose([order.index(i) for i in range(len(order))])
+        return matrix.reshape(-1, self._part(cut))
 
     def _order(self, cut: Cut) -> tuple[int, ...]:
-        """From (exchange axes, k, short, long) to (k, short's axes, short, long's axes, long)."""
+        """From (exchange axes, short, long) to (short's axes, short, long's axes, long)."""
         axes = self._exchange_axes(cut)
-        k = len(axes)
-        return (k, *(axes.index(a) for a in cut.short_axes), k + 1, *(axes.index(a) for a in cut.long_axes), k + 2)
-
-
-def _one_by_one(function: Callable[[Array], Array], matrices: Float[Array, "k m n"]) -> Float[Array, "k m n"]:
-    """One at a time, so that what the function needs beside them is as little as for one."""
-    return function(matrices) if len(matrices) == 1 else jax.lax.map(function, matrices)
+        return (*map(axes.index, cut.short_axes), len(axes), *map(axes.index, cut.long_axes), len(axes) + 1)
 
 
 def _runs(shares: list[Share]) -> Iterator[tuple[Share, int]]:
@@ -360,4 +353,11 @@ def _as_tuple(entry: Any) -> tuple[str, ...]:
 
 
 def _slow_axes() -> frozenset[str]:
-    return frozenset()
+    mesh = get_concrete_mesh()
+    return frozenset() if mesh is None or mesh.empty else axes_between_slices(mesh)
+
+
+def axes_between_slices(mesh: jax.sharding.Mesh) -> frozenset[str]:
+    """The axes of a mesh along which devices belong to different slices: TPU slices, or hosts of GPUs, as JAX numbers them."""
+    slices = np.array([getattr(device, "slice_index", 0) for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    return frozenset(name for i, name in enumerate(mesh.axis_names) if (slices != slices.take([0], axis=i)).any())
