@@ -128,6 +128,7 @@ BAD_FOR_SOME = [
         {"newton_schulz_coefficients": "cubic"},
         "newton_schulz_coefficients is 'cubic'; it must be one of aol, jordan, polar_express, quintic, simple",
     ),
+    ("mars-m", {"newton_schulz_layout": "spread"}, 'newton_schulz_layout is \'spread\'; it must be "auto" or "replicated"'),
     ("mars-shampoo", {"embeddings": "none"}, 'embeddings is \'none\'; it must be "matrix" or "adamw"'),
     ("mars-lion", {"momentum_dtype": "float8"}, 'momentum_dtype is \'float8\'; it must be "bfloat16", "float32", or null .*'),
     (
@@ -397,13 +398,14 @@ CHANGES_OF = {
 }
 
 
-# The schedule is the same code for every type. What diagnostics_every does is no update: tests/test_diagnostics.py.
+# The schedule is the same code for every type. What diagnostics_every does is no update: tests/test_diagnostics.py. What
+# newton_schulz_layout does shows on several devices: tests/distributed/test_layout.py.
 OF_THE_SCHEDULE = {"min_lr_ratio", "warmup", "decay", "rewarmup", "cooldown", "cycle_length", "cycles", "haps", "lr_schedule"}
 FIELDS = [
     (name, field.name)
     for name, config in CONFIGS.items()
     for field in dataclasses.fields(config)
-    if field.name != "diagnostics_every" and (name == "mars-adamw" or field.name not in OF_THE_SCHEDULE)
+    if field.name not in ("diagnostics_every", "newton_schulz_layout") and (name == "mars-adamw" or field.name not in OF_THE_SCHEDULE)
 ]
 
 

@@ -176,6 +176,8 @@ class MarsShampooConfig(MarsOptimizerConfig):
     """Of the iteration; float32 agrees with the release to rounding."""
     newton_schulz_coefficients: str = "jordan"
     """jordan as published, or one of Levanter's sets: quintic, polar_express, aol (simple is jordan)."""
+    newton_schulz_layout: str = "auto"
+    """auto gives every device whole matrices, sent there and back once; replicated leaves it to the compiler. The result is the same."""
     embeddings: str = "matrix"
     """Rule of embedding tables and an untied head: matrix, or adamw at learning_rate_1d with weight_decay."""
 
@@ -200,6 +202,8 @@ class MarsMConfig(MarsOptimizerConfig):
     """Of the iteration; float32 agrees with the release to rounding."""
     newton_schulz_coefficients: str = "jordan"
     """jordan as published, or one of Levanter's sets: quintic, polar_express, aol (simple is jordan)."""
+    newton_schulz_layout: str = "auto"
+    """auto gives every device whole matrices, sent there and back once; replicated leaves it to the compiler. The result is the same."""
     embeddings: str = "adamw"
     """Rule of embedding tables and an untied head: adamw, or matrix."""
 

@@ -79,12 +79,8 @@ def approximate_correction(
     def update(gradient: optax.Updates, state: CorrectionState, params: optax.Params | None = None, *, step: Step, **extra_args):
         del params, extra_args
         last = Gradient(optax.tree.cast_like(state.last_gradient, gradient), state.last_clip_factor)
-        # After a bad step the last good gradient stands in for it, and so is stored again. It is chosen by a select, which the compiler
-        # fuses with what follows; a conditional would have the TPU copy the gradient.
-        this = Gradient(
-            jax.tree.map(lambda a, b: jnp.where(step.good, a, b), gradient, last.unclipped),
-            jnp.where(step.good, step.gradient.clip_factor, last.clip_factor),
-        )
+        unclipped, stored = _good_gradient(step, gradient, last.unclipped)
+        this = Gradient(unclipped, step.gradient.clip_factor)
         kappa = _kappa(beta1, _value(gamma, state.count))
         norms, bounds = (), None
         if clip == "tensor":
@@ -93,8 +89,9 @@ def approximate_correction(
             bounds = jax.tree.map(lambda g, lg: (1 + kappa) * g + kappa * lg, norms, state.last_norms)
         corrected, divisors = _correct_and_clip(this, last, kappa, clip, clip_norm, axis_roles, bounds)
         new = _advanced(state, step, gamma, _measure(step, state, this, last, kappa, divisors, axis_roles))
-        stored = optax.tree.cast_like(this.unclipped, state.last_gradient)
-        return corrected, new._replace(last_gradient=stored, last_clip_factor=this.clip_factor, last_norms=norms)
+        factor = step.keep(this.clip_factor, state.last_clip_factor)
+        stored = optax.tree.cast_like(stored, state.last_gradient)
+        return corrected, new._replace(last_gradient=stored, last_clip_factor=factor, last_norms=norms)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -177,6 +174,21 @@ def recursive_momentum(
         return momentum, RecursiveMomentumState(count, step.keep(jnp.asarray(now, jnp.float32), state.gamma), reduced)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _good_gradient(step: Step, gradient: optax.Updates, last: optax.Updates) -> tuple[optax.Updates, optax.Updates]:
+    """The gradient to correct, of no matter after a bad step, and the one to store: after a bad step the last good one again."""
+
+    def at_once(gradient: optax.Updates, last: optax.Updates) -> tuple[optax.Updates, optax.Updates]:
+        chosen = step.keep(gradient, last)
+        return chosen, chosen
+
+    def later(gradient: optax.Updates, last: optax.Updates) -> tuple[optax.Updates, optax.Updates]:
+        return gradient, step.keep(gradient, last)
+
+    # The CPU would make a pass over memory of its own for the choice, so there both share it. A TPU would hold both gradients for
+    # that, a sixth of the state, where it can write over the stored one when that is no longer needed.
+    return jax.lax.platform_dependent(gradient, last, cpu=at_once, default=later)
 
 
 def _correct_and_clip(

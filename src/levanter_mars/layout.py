@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax.partitioning import current_thread_local_mapping, physical_axis_name
+from jax._src.mesh import get_concrete_mesh  # within jit JAX has no public way to ask which slice a device belongs to
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float
 
@@ -57,15 +59,15 @@ def map_matrices(
 
     Returns:
         The results in the form and the sharding of `arrays`, in `dtype`. None where there is nothing to lay out: on one device, or
-        where it is not known how some array lies on the mesh.
+        where it is not known how some array lies on the mesh, or one is empty.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
+    if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types or not arrays or any(0 in p.shape for p in parameters):
         return None
-    axes = [_mesh_axes(x, mesh) for x in arrays]
-    if None in axes:
+    axes = [names for x in arrays if (names := _mesh_axes(x, mesh)) is not None]
+    if len(axes) < len(arrays):
         return None
-    placed = [_place(parameter, spec, mesh) for parameter, spec in zip(parameters, axes, strict=True)]
+    placed = [_place(parameter, names, mesh) for parameter, names in zip(parameters, axes, strict=True)]
     groups = [
         _Group.plan([p for p in placed if p.spread_axes(mesh) == spread], spread, mesh, cost, jnp.dtype(dtype).itemsize)
         for spread in dict.fromkeys(p.spread_axes(mesh) for p in placed)
@@ -87,7 +89,7 @@ def map_matrices(
 
 
 def _mesh_axes(x: Any, mesh) -> tuple[tuple[str, ...], ...] | None:
-    """The axes of the mesh that cut every axis of `x`; None if that cannot be known, as of plain arrays on a mesh whose axes the compiler handles."""
+    """The axes of the mesh that cut each axis of `x`; None if nobody says, as of plain arrays where the compiler handles the mesh."""
     array = x.array if isinstance(x, hax.NamedArray) else x
     if all(kind == AxisType.Explicit for kind in mesh.axis_types):
         entries = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in jax.typeof(array).sharding.spec]
@@ -138,14 +140,14 @@ class _Placed:
         return array.transpose([self.order.index(i) for i in range(len(shape))])
 
 
-def _place(parameter: Parameter, spec: PartitionSpec, mesh) -> _Placed:
+def _place(parameter: Parameter, names: tuple[tuple[str, ...], ...], mesh) -> _Placed:
     fan_out, fan_in = parameter.tensor_shape
     sides = [parameter.outputs, parameter.inputs]
     # Of a square matrix the side that is cut goes first, where the parts of one matrix come to stand below one another.
-    if fan_in < fan_out or (fan_in == fan_out and any(spec[i] for i in parameter.inputs)):
+    if fan_in < fan_out or (fan_in == fan_out and any(names[i] for i in parameter.inputs)):
         sides.reverse()
-    axes = [tuple(name for i in side for name in spec[i]) for side in (*sides, parameter.stack)]
-    short, long = (math.prod(parameter.shape[i] // _size(mesh, spec[i]) for i in side) for side in sides)
+    axes = [tuple(name for i in side for name in names[i]) for side in (*sides, parameter.stack)]
+    short, long = (math.prod(parameter.shape[i] // _size(mesh, names[i]) for i in side) for side in sides)
     return _Placed(parameter, Cut(axes[0], axes[1], short, long), axes[2], parameter.stack + sides[0] + sides[1])
 
 
@@ -360,4 +362,11 @@ def _as_tuple(entry: Any) -> tuple[str, ...]:
 
 
 def _slow_axes() -> frozenset[str]:
-    return frozenset()
+    mesh = get_concrete_mesh()
+    return frozenset() if mesh is None or mesh.empty else axes_between_slices(mesh)
+
+
+def axes_between_slices(mesh: jax.sharding.Mesh) -> frozenset[str]:
+    """The axes of a mesh along which devices belong to different slices: TPU slices, or hosts of GPUs, as JAX numbers them."""
+    slices = np.array([getattr(device, "slice_index", 0) for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    return frozenset(name for i, name in enumerate(mesh.axis_names) if (slices != slices.take([0], axis=i)).any())

@@ -28,7 +28,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from jaxtyping import DTypeLike, PyTree
 from levanter_mars import preconditioners
 from levanter_mars.correction import Clip, approximate_correction, exact_correction, recursive_momentum
 from levanter_mars.parameters import Parameter, RolesOrFn, describe
+from levanter_mars.preconditioners import Layout
 from levanter_mars.ranges import ranges_checked
 from levanter_mars.steps import apply_clip_factor, safe_step
 
@@ -179,6 +180,7 @@ def mars_shampoo(
     newton_schulz_steps: int = 5,
     newton_schulz_dtype: str = "bfloat16",
     newton_schulz_coefficients: str = "jordan",
+    newton_schulz_layout: Layout = "auto",
     embeddings: Embeddings = "matrix",
     *,
     exact: bool = False,
@@ -200,6 +202,7 @@ def mars_shampoo(
         optimize_1d: give what is no matrix the update of MARS-AdamW, with `learning_rate` and `weight_decay`.
         newton_schulz_steps, newton_schulz_dtype, newton_schulz_coefficients: see `levanter_mars.newton_schulz.newton_schulz`;
             "float32" agrees with the release to rounding.
+        newton_schulz_layout: "auto" gives every device whole matrices (`levanter_mars.layout`), "replicated" leaves it to the compiler.
         embeddings: the rule of embedding tables and an untied head: "matrix", or "adamw" at `learning_rate_1d` with `weight_decay`.
         The others are described at the top of this module.
     """
@@ -222,7 +225,13 @@ def mars_shampoo(
 
     adam = preconditioners.scale_by_adam(beta1, beta2, epsilon, momentum_dtype=momentum_dtype)
     adam_1d = preconditioners.scale_by_adam(beta1_1d, beta2_1d, epsilon, momentum_dtype=momentum_dtype)
-    orthogonal = parts.orthogonalize(scale, newton_schulz_steps, newton_schulz_coefficients, newton_schulz_dtype)
+    orthogonal = parts.orthogonalize(
+        scale,
+        steps=newton_schulz_steps,
+        coefficients=newton_schulz_coefficients,
+        dtype=newton_schulz_dtype,
+        layout=newton_schulz_layout,
+    )
     # A matrix's orthogonal factor does not know its scale, up to the ε beside the norm, which the release compares with m/(1 − β1).
     unscaled = optax.scale(1 / (1 - beta1))
     rules: Rules = {
@@ -253,6 +262,7 @@ def mars_m(
     newton_schulz_steps: int = 5,
     newton_schulz_dtype: str = "bfloat16",
     newton_schulz_coefficients: str = "jordan",
+    newton_schulz_layout: Layout = "auto",
     embeddings: Embeddings = "adamw",
     *,
     exact: bool = False,
@@ -274,6 +284,7 @@ def mars_m(
         weight_decay_1d: of what is no matrix; None for `weight_decay`.
         newton_schulz_steps, newton_schulz_dtype, newton_schulz_coefficients: see `levanter_mars.newton_schulz.newton_schulz`;
             "float32" agrees with the release to rounding.
+        newton_schulz_layout: "auto" gives every device whole matrices (`levanter_mars.layout`), "replicated" leaves it to the compiler.
         embeddings: the rule of embedding tables and an untied head: "matrix", or "adamw" with `weight_decay`.
         The others are described at the top of this module.
     """
@@ -295,7 +306,13 @@ def mars_m(
         return 0.2 * math.sqrt(max(parameter.tensor_shape))
 
     adam = preconditioners.scale_by_adam(beta1_1d, beta2_1d, epsilon, epsilon_before_correction=True, momentum_dtype=momentum_dtype)
-    orthogonal = parts.orthogonalize(scale, newton_schulz_steps, newton_schulz_coefficients, newton_schulz_dtype)
+    orthogonal = parts.orthogonalize(
+        scale,
+        steps=newton_schulz_steps,
+        coefficients=newton_schulz_coefficients,
+        dtype=newton_schulz_dtype,
+        layout=newton_schulz_layout,
+    )
     rules: Rules = {
         "mars-m": parts.rule([parts.momentum(), orthogonal], weight_decay, weight_decay_mask, learning_rate),
         "adamw": parts.rule([apply_clip_factor(), adam], weight_decay_1d, None, learning_rate_1d),
@@ -373,8 +390,8 @@ class _Parts:
             return recursive_momentum(self.beta1, self.gamma, momentum_dtype=self.momentum_dtype)
         return optax.chain(self.correction(), preconditioners.momentum(self.beta1, momentum_dtype=self.momentum_dtype))
 
-    def orthogonalize(self, scale: Callable[[Parameter], float], steps: int, coefficients: str, dtype: str) -> optax.GradientTransformation:
-        return preconditioners.orthogonalize(scale, steps=steps, coefficients=coefficients, dtype=dtype, axis_roles=self.axis_roles)
+    def orthogonalize(self, scale: Callable[[Parameter], float], **kwargs: Any) -> optax.GradientTransformation:
+        return preconditioners.orthogonalize(scale, axis_roles=self.axis_roles, **kwargs)
 
     def rule(
         self, direction: list[optax.GradientTransformation], weight_decay: float, mask: Mask, learning_rate: optax.ScalarOrSchedule

@@ -47,11 +47,11 @@ def shape_and_shard(x):
     return x.shape, x.sharding.shard_shape(x.shape)
 
 
-mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 for name, config in OPTIMIZERS.items():
     optimizer = config.build(10)
     expected = jax.jit(lambda p, g: step(optimizer, p, g))(host_params, host_gradients)[0]
-    with mesh, hax.axis_mapping({"embed": "data"}):
+    with jax.set_mesh(mesh), hax.axis_mapping({"embed": "data"}):
         params, gradients = (jax.device_put(x, hax.partitioning.infer_resource_partitions(x)) for x in (host_params, host_gradients))
         updates, state = jax.jit(lambda p, g: step(optimizer, p, g))(params, gradients)
 

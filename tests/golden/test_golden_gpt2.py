@@ -79,7 +79,7 @@ MODEL = Gpt2Config(
     scale_attn_by_inverse_layer_idx=True,
     gradient_checkpointing=False,
 )
-# Adam's quotient of two averages amplifies rounding, which differs from one kind of CPU to the next; a sign and an orthogonal factor do not.
+# Adam's quotient of two averages amplifies rounding, which differs from CPU to CPU; a sign and an orthogonal factor do not.
 LOSS_TOLERANCES = {
     "gpt2_adamw": 1e-4,
     "gpt2_mars_adamw": 1e-4,

@@ -1,7 +1,7 @@
 """Lets Levanter and Haliax trace and lower for devices that are not attached. Everything is put back on leaving."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ _NO_VALUE = object()
 
 
 @contextmanager
-def absent_devices(devices: Sequence[Any]) -> Iterator[None]:
+def absent_devices(devices: Sequence[Any]) -> Generator[None]:
     """In this context `jax.devices()` and its relatives, as Levanter and Haliax call them, answer for `devices`.
 
     JAX itself does not look its devices up by these names, so arrays still live on the devices that are there. Five more answers need
@@ -56,7 +56,7 @@ def absent_devices(devices: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def replaced(namespace, name: str, value) -> Iterator[None]:
+def replaced(namespace, name: str, value) -> Generator[None]:
     """Has `namespace[name]` be `value` for a while, and then again what it was before, or nothing."""
     before = namespace.get(name, _NO_VALUE)
     namespace[name] = value
@@ -70,7 +70,7 @@ def replaced(namespace, name: str, value) -> Iterator[None]:
 
 
 @contextmanager
-def jax_settings(values) -> Iterator[None]:
+def jax_settings(values) -> Generator[None]:
     """Sets what a trainer sets in `jax.config`, and puts back what was there."""
     before = {name: getattr(jax.config, name) for name in values}
     try:
