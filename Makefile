@@ -18,7 +18,7 @@ help:
 	@echo "make check   format, lint and types"
 	@echo "make venv    only the environment, .venv, that the others make too"
 	@echo "make lock    pin new dependencies in requirements/ (UPGRADE=--upgrade moves all of them)"
-	@echo "make clean   remove .venv, .uv and caches; what was trained stays"
+	@echo "make clean   remove .venv, .uv, .sky and caches; what was trained stays"
 
 # Without the platform named, JAX would try the libtpu that the tests install, and complain.
 .PHONY: train
@@ -27,7 +27,7 @@ train: venv
 
 # Two workers, because most of the time goes into compilation, which uses one core.
 .PHONY: test
-test: venv .venv/.libtpu .venv/.lm-eval
+test: venv .venv/.libtpu .venv/.lm-eval .sky/.installed
 	.venv/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: check
@@ -52,6 +52,12 @@ venv: .venv/.installed
 # The harness by which models are evaluated.
 .venv/.lm-eval: .venv/.installed requirements/eval.txt
 	$(UV) pip install --python .venv --require-hashes -r requirements/eval.txt
+	@touch $@
+
+# SkyPilot, whose parser reads infra/sky, asks for other versions of what Levanter needs.
+.sky/.installed: .venv/.installed requirements/sky.txt
+	$(UV) venv --quiet --clear --python .venv/bin/python .sky
+	$(UV) pip sync --python .sky --require-hashes requirements/sky.txt
 	@touch $@
 
 FIND := $(UV) python find --no-project --system --no-python-downloads
@@ -83,8 +89,9 @@ lock: $(UV)
 	$(COMPILE) pyproject.toml --extra tpu --output-file requirements/tpu.txt
 	echo "libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'" | $(COMPILE) - --constraint requirements/tpu.txt --output-file requirements/preflight.txt
 	echo "lm-eval>=0.4.13" | $(COMPILE) - --constraint requirements/cpu.txt --output-file requirements/eval.txt
+	echo 'skypilot[gcp]' | $(COMPILE) - --output-file requirements/sky.txt
 	echo uv | $(COMPILE) - --constraint requirements/cpu.txt --output-file requirements/uv.txt
 
 .PHONY: clean
 clean:
-	rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .uv .sky .pytest_cache .ruff_cache .hypothesis

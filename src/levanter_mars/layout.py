@@ -8,6 +8,7 @@ the least that can be sent, each device's part of the matrices once out and once
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -194,17 +195,9 @@ class _Group:
         kinds = list(dict.fromkeys(self.shares))
         kind = jnp.array([kinds.index(share) for share in self.shares])[jax.lax.axis_index(self.axes) // self.split]
         if self.split == 1:
-
-            def compute(share: Share):
-                def branch(received: list[Array]) -> list[Array]:
-                    alone = [_one_by_one(lambda x: function(x, lambda part: part), x) for x in self._assemble(share, exchanges, received)]
-                    return self._disassemble(share, exchanges, received, alone)
-
-                return branch
-
-            computed = jax.lax.switch(kind, [compute(share) for share in kinds], received)
+            computed = jax.lax.switch(kind, [partial(self._compute, function, exchanges, share) for share in kinds], received)
         else:
-            computed = self._compute_split(function, kind, kinds, exchanges, received)
+            computed = self._compute_split(function, exchanges, kind, kinds, received)
         home: dict[int, Array] = {}
         for axes, buffer in zip(exchanges, computed, strict=True):
             home |= self._return(axes, buffer)
@@ -215,33 +208,54 @@ class _Group:
             taken[cut] += count
         return results
 
-    def _compute_split(self, function: MatrixFunction, kind: Array, kinds: list[Share], exchanges, received: list[Array]) -> list[Array]:
+    def _compute(self, function: MatrixFunction, exchanges: list[tuple[str, ...]], share: Share, received: list[Array]) -> list[Array]:
+        """One matrix after the other, each written over itself, so that little memory is needed beside them."""
+        received = list(received)
+        for where, cut, start, n in self._places(exchanges, share):
+
+            def compute(i: Array, buffer: Array, cut=cut, start=start) -> Array:
+                at = start + i * self._part(cut)
+                rows = jax.lax.dynamic_slice_in_dim(buffer, at, self._part(cut), axis=1)
+                result = function(self._assemble(cut, rows), lambda part: part)
+                return jax.lax.dynamic_update_slice_in_dim(buffer, self._take_apart(cut, result), at, axis=1)
+
+            received[where] = jax.lax.fori_loop(0, n, compute, received[where])
+        return received
+
+    def _compute_split(self, function: MatrixFunction, exchanges, kind: Array, kinds: list[Share], received: list[Array]) -> list[Array]:
         """One matrix, or none, for a group of devices, each of which has some of the columns.
 
         All groups take part in every sum, so all compute on one shape: smaller matrices are padded with zeros.
         """
         widest = (max(map(self._rows, self.cuts)), max(map(self._columns, self.cuts)))
 
-        def padded(share: Share):
-            def branch(received: list[Array]) -> Array:
-                mine = self._assemble(share, exchanges, received)
-                x = mine[0][0] if mine else jnp.zeros(widest, received[0].dtype)
+        def padded(share: Share, received: list[Array]) -> Array:
+            for where, cut, start, _ in self._places(exchanges, share):
+                x = self._assemble(cut, received[where][:, start : start + self._part(cut)])
                 return jnp.pad(x, [(0, full - size) for full, size in zip(widest, x.shape, strict=True)])
+            return jnp.zeros(widest, received[0].dtype)
 
-            return branch
-
-        def cropped(share: Share):
-            def branch(x: Array, received: list[Array]) -> list[Array]:
-                mine = [x[None, : self._rows(cut), : self._columns(cut)] for _, cut in self._present(share)]
-                return self._disassemble(share, exchanges, received, mine)
-
-            return branch
+        def cropped(share: Share, result: Array, received: list[Array]) -> list[Array]:
+            received = list(received)
+            for where, cut, start, _ in self._places(exchanges, share):
+                rows = self._take_apart(cut, result[: self._rows(cut), : self._columns(cut)])
+                received[where] = jax.lax.dynamic_update_slice_in_dim(received[where], rows, start, axis=1)
+            return received
 
         devices = self.split * len(self.shares)
         groups = [list(range(first, first + self.split)) for first in range(0, devices, self.split)]
-        x = jax.lax.switch(kind, [padded(share) for share in kinds], received)
-        y = function(x, lambda part: jax.lax.psum(part, self.axes, axis_index_groups=groups))
-        return jax.lax.switch(kind, [cropped(share) for share in kinds], y, received)
+        x = jax.lax.switch(kind, [partial(padded, share) for share in kinds], received)
+        result = function(x, lambda part: jax.lax.psum(part, self.axes, axis_index_groups=groups))
+        return jax.lax.switch(kind, [partial(cropped, share) for share in kinds], result, received)
+
+    def _places(self, exchanges: list[tuple[str, ...]], share: Share) -> Iterator[tuple[int, Cut, int, int]]:
+        """Where the matrices of a share are: in which of the received buffers, of which cut, from which column on, and how many."""
+        start = [0] * len(exchanges)
+        for n, cut in zip(share, self.cuts, strict=True):
+            where = exchanges.index(self._exchange_axes(cut))
+            if n:
+                yield where, cut, start[where], n
+            start[where] += n * self._part(cut)
 
     def _exchange_axes(self, cut: Cut) -> tuple[str, ...]:
         return tuple(name for name in self.axes if name in cut.short_axes + cut.long_axes)
@@ -309,43 +323,20 @@ class _Group:
             first += bins
         return {i: jnp.concatenate(blocks) for i, blocks in found.items()}
 
-    def _assemble(self, share: Share, exchanges: list[tuple[str, ...]], received: list[Array]) -> list[Float[Array, "k m n"]]:
-        """The matrices of a share, by cut; of cuts that it has none of, nothing."""
-        start, matrices = dict.fromkeys(exchanges, 0), []
-        for n, cut in self._present(share):
-            axes, size = self._exchange_axes(cut), n * self._part(cut)
-            rows = received[exchanges.index(axes)][:, start[axes] : start[axes] + size]
-            start[axes] += size
-            x = rows.reshape(*(self.sizes[name] for name in axes), n, cut.short, -1)
-            matrices.append(x.transpose(self._order(cut)).reshape(n, self._rows(cut), -1))
-        return matrices
+    def _assemble(self, cut: Cut, rows: Float[Array, "sources part"]) -> Float[Array, "m n"]:
+        sources = [self.sizes[name] for name in self._exchange_axes(cut)]
+        return rows.reshape(*sources, cut.short, -1).transpose(self._order(cut)).reshape(self._rows(cut), -1)
 
-    def _disassemble(self, share: Share, exchanges, received: list[Array], matrices: list[Array]) -> list[Array]:
-        rows: dict[tuple[str, ...], list[Array]] = {axes: [] for axes in exchanges}
-        for (n, cut), x in zip(self._present(share), matrices, strict=True):
-            axes, order = self._exchange_axes(cut), self._order(cut)
-            sizes = [self.sizes[name] for name in axes] + [n, cut.short, -(-cut.long // self.split)]
-            x = x.reshape([sizes[i] for i in order]).transpose([order.index(i) for i in range(len(order))])
-            rows[axes].append(x.reshape(_size(self, axes), -1))
-        buffers = []
-        for axes, before in zip(exchanges, received, strict=True):
-            row = jnp.concatenate([jnp.zeros((len(before), 0), before.dtype), *rows[axes]], axis=-1)
-            buffers.append(jnp.pad(row, [(0, 0), (0, before.shape[-1] - row.shape[-1])]))
-        return buffers
-
-    def _present(self, share: Share) -> list[tuple[int, Cut]]:
-        return [(n, cut) for n, cut in zip(share, self.cuts, strict=True) if n]
+    def _take_apart(self, cut: Cut, matrix: Float[Array, "m n"]) -> Float[Array, "sources part"]:
+        order = self._order(cut)
+        sizes = [self.sizes[name] for name in self._exchange_axes(cut)] + [cut.short, -(-cut.long // self.split)]
+        matrix = matrix.reshape([sizes[i] for i in order]).transpose([order.index(i) for i in range(len(order))])
+        return matrix.reshape(-1, self._part(cut))
 
     def _order(self, cut: Cut) -> tuple[int, ...]:
-        """From (exchange axes, k, short, long) to (k, short's axes, short, long's axes, long)."""
+        """From (exchange axes, short, long) to (short's axes, short, long's axes, long)."""
         axes = self._exchange_axes(cut)
-        k = len(axes)
-        return (k, *(axes.index(a) for a in cut.short_axes), k + 1, *(axes.index(a) for a in cut.long_axes), k + 2)
-
-
-def _one_by_one(function: Callable[[Array], Array], matrices: Float[Array, "k m n"]) -> Float[Array, "k m n"]:
-    """One at a time, so that what the function needs beside them is as little as for one."""
-    return function(matrices) if len(matrices) == 1 else jax.lax.map(function, matrices)
+        return (*map(axes.index, cut.short_axes), len(axes), *map(axes.index, cut.long_axes), len(axes) + 1)
 
 
 def _runs(shares: list[Share]) -> Iterator[tuple[Share, int]]:
