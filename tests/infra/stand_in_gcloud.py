@@ -7,10 +7,12 @@ describe, or {"error": TEXT}. Kinds that script.json leaves out are "ok". scp co
 runs the command there, for real, so that what Google's machines would run is run.
 """
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +56,9 @@ def main() -> int:
     if verb == "describe":
         print(json.dumps({"name": rest[0], "state": item}))
     elif group == "queued-resources" and verb == "delete":
+        for leader in folder.glob("workers/*/levanter-mars/leader"):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(leader.read_text()), signal.SIGKILL)
         shutil.rmtree(folder / "workers", ignore_errors=True)  # new machines come bare
     elif verb == "scp":
         *sources, target = [argument for argument in rest if not argument.startswith("--")]
@@ -64,7 +69,6 @@ def main() -> int:
     elif verb == "ssh":
         for home in workers(rest[0], option("worker")):
             environment = {"HOME": str(home), "PATH": f"{folder}/bin:/usr/bin:/bin"}
-            # From a file, because ssh too shows no argument of the remote shell in this machine's process list.
             status = subprocess.run(["bash", "-c", option("command")], cwd=home, env=environment).returncode
             if status:
                 return status

@@ -55,7 +55,7 @@ def test_the_parser_reads_what_was_meant(tasks):
         "gpu.yaml": (1, {"H100": 8}, False, True),
         "gpu_cluster.yaml": (4, {"H100": 8}, False, True),
         "spot.yaml": (1, {"H100": 8}, True, None),
-        "tpu.yaml": (1, {"tpu-v5litepod-16": 1}, False, None),
+        "tpu.yaml": (1, {"tpu-v5litepod-16": 1}, False, True),
     }
     assert tasks["spot.yaml"]["recovery"] == {
         "strategy": "EAGER_NEXT_REGION",
