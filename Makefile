@@ -27,7 +27,7 @@ train: venv
 
 # Two workers, because most of the time goes into compilation, which uses one core.
 .PHONY: test
-test: venv .venv/.libtpu .sky/.installed
+test: venv .venv/.libtpu .venv/.lm-eval .sky/.installed
 	.venv/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: check
@@ -47,6 +47,11 @@ venv: .venv/.installed
 # Preflight's tests compile for TPUs. Where libtpu does not exist, outside Linux on x86-64, they are skipped.
 .venv/.libtpu: .venv/.installed requirements/preflight.txt
 	$(UV) pip install --python .venv --require-hashes -r requirements/preflight.txt
+	@touch $@
+
+# The harness by which models are evaluated.
+.venv/.lm-eval: .venv/.installed requirements/eval.txt
+	$(UV) pip install --python .venv --require-hashes -r requirements/eval.txt
 	@touch $@
 
 # SkyPilot, whose parser reads infra/sky, asks for other versions of what Levanter needs.
@@ -83,6 +88,7 @@ lock: $(UV)
 	$(COMPILE) pyproject.toml --extra gpu --output-file requirements/gpu.txt
 	$(COMPILE) pyproject.toml --extra tpu --output-file requirements/tpu.txt
 	echo "libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'" | $(COMPILE) - --constraint requirements/tpu.txt --output-file requirements/preflight.txt
+	echo "lm-eval>=0.4.13" | $(COMPILE) - --constraint requirements/cpu.txt --output-file requirements/eval.txt
 	echo 'skypilot[gcp]' | $(COMPILE) - --output-file requirements/sky.txt
 	echo uv | $(COMPILE) - --constraint requirements/cpu.txt --output-file requirements/uv.txt
 

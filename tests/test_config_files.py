@@ -1,4 +1,4 @@
-"""Every YAML in config/ parses as Levanter's own command parses it, builds a model and an optimizer, and holds no key that does nothing."""
+"""Every whole YAML in config/ parses as in Levanter's own command, builds a model and an optimizer, and has no key that does nothing."""
 
 import copy
 from pathlib import Path
@@ -16,7 +16,7 @@ from levanter.main.train_lm import TrainLmConfig
 from levanter.optim.config import OptimizerConfig
 from levanter.trainer_state import init_optimizer_for_trainables, trainables_only
 
-CONFIGS = sorted((Path(__file__).parents[1] / "config").glob("**/*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[1] / "config").glob("*.yaml"))
 
 
 def parse(path: Path) -> TrainLmConfig:
