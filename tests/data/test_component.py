@@ -98,7 +98,7 @@ def test_stock_train_lm_trains_from_a_bin(tmp_path):
     config["data"]["shuffle"] = True
     config["trainer"] |= {"num_train_steps": STEPS, "steps_per_eval": 100}
     assert stock.finish(stock.start(tmp_path, config)) == [0], (tmp_path / "run.err").read_text()[-3000:]
-    loss = [step["train/loss"] for step in stock.metrics(tmp_path)]
+    loss = stock.losses(tmp_path)
     assert len(loss) == STEPS
     assert loss[0] == pytest.approx(np.log(300), abs=0.15)
     assert np.mean(loss[-10:]) < 2.5  # 13 words in patterns: far below the entropy of single tokens

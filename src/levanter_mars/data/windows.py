@@ -38,7 +38,8 @@ class ConsecutiveWindows(AsyncDataset[TokenSeqDict]):
         if not 0 <= index < self.ends[-1]:
             raise IndexError(f"window {index} of {self.ends[-1]}")
         file = int(np.searchsorted(self.ends, index, side="right"))
-        return file, (index - int(self.ends[file])) * self.length + self.files[file].tokens // self.length * self.length
+        begin = int(self.ends[file - 1]) if file else 0
+        return file, (index - begin) * self.length
 
 
 class RandomWindows(AsyncDataset[TokenSeqDict]):
