@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import sys
 from pathlib import Path
 
@@ -123,6 +124,18 @@ def test_any_name_passes_through_and_executes_nothing(cluster, tmp_path, stand_i
         assert received == [NAME, "-m", "levanter_mars.main.train_lm", "--config", f"./{arguments[0]}", *arguments[1:], ""]
         assert (tmp_path / f"of {NAME}" / f"{NAME}.{process}.{slurm_cluster.HOST}.log").exists()
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_token_reaches_the_processes_and_no_command_or_log(cluster, tmp_path, stand_in):
+    token = f"key-{secrets.token_hex(12)}"
+    (tmp_path / "a.yaml").touch()
+    look = 'echo "${#WANDB_API_KEY}"; cat /proc/[0-9]*/cmdline >processes.$SLURM_PROCID 2>/dev/null; exit 0'
+    job = submit(cluster, tmp_path, "a.yaml", python=stand_in, WANDB_API_KEY=token, STAND_IN=look)
+    cluster.wait_for(lambda: has_ended(cluster, job), "the end", 60)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    told = "".join(path.read_text(errors="replace") for path in files) + str(cluster.job(job))
+    assert "levanter_mars.main.train_lm" in told and f"{len(token)}\n" in told
+    assert token not in told
 
 
 def test_the_processes_get_the_cpus_that_the_job_asked_for(cluster, tmp_path, stand_in):
