@@ -72,11 +72,12 @@ def main() -> int:
             for source in sources:
                 shutil.copy2(source, home / path)
     elif verb == "ssh":
+        # Like Google's, it goes on to the other workers when one fails, and fails in the end.
+        statuses = []
         for home in workers(rest[0], option("worker")):
             environment = {"HOME": str(home), "PATH": f"{folder}/bin:/usr/bin:/bin"}
-            status = subprocess.run(["bash", "-c", option("command")], cwd=home, env=environment).returncode
-            if status:
-                return status
+            statuses.append(subprocess.run(["bash", "-c", option("command")], cwd=home, env=environment).returncode)
+        return max(statuses)
     return 0
 
 

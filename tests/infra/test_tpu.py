@@ -30,6 +30,7 @@ def state(name: str) -> dict:
 
 # pip installs uv, uv makes an environment, and its Python trains as $STAND_IN/train says.
 PYTHON3 = """#!/usr/bin/env bash
+[[ $HOME != */pod.0 || ! -e $HOME/../../broken ]] || { rm "$HOME/../../broken"; exit 1; }
 mkdir -p .uv/bin && cat >.uv/bin/uv <<'UV'
 #!/usr/bin/env bash
 [[ $1 != venv ]] || { mkdir -p .venv/bin && cp "$HOME/../../bin/venv_python" .venv/bin/python; }
@@ -200,6 +201,15 @@ def test_another_commit_is_installed_before_the_next_launch(gcloud):
     (ready.parent.parent.parent / "pod.0" / "levanter-mars" / "ready").write_text("0123abc\n")
     assert gcloud.run(gcloud.job("babysit", "--run_id", "next")).returncode == 0
     assert ready.read_text() == commit
+
+
+def test_a_setup_that_fails_on_one_worker_is_done_again(gcloud):
+    gcloud.script(describe=[state("ACTIVE")])
+    (gcloud.folder / "broken").touch()
+    done = gcloud.run(gcloud.job("babysit"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("does not answer") == 1 and "was bare: launched" in done.stdout
+    assert [len(gcloud.started(worker)) for worker in ("pod.0", "pod.1")] == [1, 1]
 
 
 def test_a_setup_does_not_pull_the_environment_from_under_a_run(gcloud):
