@@ -310,7 +310,7 @@ def test_what_passes_by_itself_is_tried_again(gcloud, error):
 
 
 def test_what_a_worker_says_is_not_taken_for_googles_word(gcloud):
-    gcloud.script(describe=[state("ACTIVE")], ssh=[{"error": "Disk quota exceeded; NOT_FOUND: PERMISSION_DENIED"}, "ok"])
+    gcloud.script(describe=[state("ACTIVE")], ssh=[{"error": "Disk quota exceeded; PERMISSION_DENIED"}, "ok"])
     done = gcloud.run(gcloud.job("babysit"))
     assert done.returncode == 0 and done.stdout.count("does not answer") == 1
 
