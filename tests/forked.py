@@ -18,16 +18,6 @@ import yaml
 TRAIN_LM = "levanter.main.train_lm"
 OURS = "levanter_mars.main.train_lm"
 
-COMPILED_ONCE = {
-    "jax_compilation_cache_dir": "compiled",
-    "jax_config": {
-        # Levanter's own two, which these replace.
-        "jax_threefry_partitionable": True,
-        "jax_softmax_custom_jvp": True,
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    },
-}
-
 
 @functools.cache
 def _context():
@@ -43,7 +33,7 @@ def start(
 
     Compiled programs are shared by all runs of a folder. `before`, which must be picklable, is called in the process first.
     """
-    config = {**config, "trainer": {**COMPILED_ONCE, **config["trainer"]}}
+    config = {**config, "trainer": {"jax_compilation_cache_dir": "compiled", **config["trainer"]}}
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
     process = _context().Process(target=_run, args=(folder, name, devices, module, before))
     process.start()
