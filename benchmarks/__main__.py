@@ -7,6 +7,7 @@ benchmarks/README.md says what is measured, how long it takes and how to measure
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,10 @@ from tqdm import tqdm
 from benchmarks import report
 
 RESULTS = Path(__file__).parent / "results"
-OPTIMIZERS = ["adam", "lion", "muon", "levanter's mars, repaired", "mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "mars-m, lean"]
+OPTIMIZERS = [
+    *("adam", "lion", "muon", "levanter's mars, repaired"),
+    *("mars-adamw", "mars-lion", "mars-shampoo", "mars-shampoo, embeddings by adamw", "mars-m", "mars-m, lean"),
+]
 ALL = [("small", "v5e:4x4"), ("xl", "v5e:8x8")]
 """Where every optimizer is compiled."""
 GROWTH = [("small", "v5e:8x8"), ("small", "v5e:16x16"), ("medium", "v5e:8x8"), ("large", "v5e:8x8"), ("xl", "v5e:16x16")]
@@ -45,7 +49,7 @@ def measurements(config: SuiteConfig) -> dict[Path, list[str]]:
     cells += [(size, topology, "mars-m") for size, topology in GROWTH] + [("xl", "v5e:16x16", "muon")]
     commands = {}
     for size, topology, name in cells:
-        file = f"{size}_{topology.replace(':', '_')}_{name.replace(', ', '_').replace(' ', '_').replace(chr(39), '')}.json"
+        file = re.sub(r"[^\w-]+", "_", f"{size} {topology} {name}") + ".json"
         options = ["--size", size, "--topology", topology, "--optimizers", json.dumps([name])]
         commands[config.results / "tpu" / file] = ["benchmarks.tpu_update", *options]
     return commands | {config.results / "update_time.json": ["benchmarks.update_time", "--rounds", str(config.rounds)]}

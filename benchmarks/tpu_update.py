@@ -46,10 +46,12 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
     "mars-adamw": MarsAdamWConfig(max_grad_norm=None),
     "mars-lion": MarsLionConfig(max_grad_norm=None),
     "mars-shampoo": MarsShampooConfig(max_grad_norm=None),
+    "mars-shampoo, embeddings by adamw": MarsShampooConfig(max_grad_norm=None, embeddings="adamw"),
     "mars-m": MarsMConfig(max_grad_norm=None),
     "mars-m, lean": MarsMConfig(max_grad_norm=None, correction_clip=None),
 }
-ORTHOGONALIZE = ("muon", "mars-shampoo", "mars-m", "mars-m, lean")
+ORTHOGONALIZE = ("muon", "mars-shampoo, embeddings by adamw", "mars-m", "mars-m, lean")
+ORTHOGONALIZE_EMBEDDINGS_TOO = ("mars-shampoo",)
 SIZES = {"small": (768, 12, 12), "medium": (1024, 24, 16), "large": (1280, 36, 20), "xl": (1600, 48, 25)}
 
 
@@ -112,7 +114,9 @@ def measure(name: str, model: Gpt2Config, mesh: Mesh) -> Row:
     payloads = {kind: program.total("payload", kind=kind) / MIB for kind in hlo.COLLECTIVES}
     leaves = jax.tree.leaves(params)
     of_parameters, of_state = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (params, state))
-    gflop, mib = orthogonalizing(model, mesh.size) if name in ORTHOGONALIZE else (0.0, 0.0)
+    gflop, mib = 0.0, 0.0
+    if name in ORTHOGONALIZE + ORTHOGONALIZE_EMBEDDINGS_TOO:
+        gflop, mib = orthogonalizing(model, mesh.size, embeddings=name in ORTHOGONALIZE_EMBEDDINGS_TOO)
     return Row(
         name,
         of_state / sum(x.size for x in leaves),
@@ -124,9 +128,9 @@ def measure(name: str, model: Gpt2Config, mesh: Mesh) -> Row:
     )
 
 
-def orthogonalizing(model: Gpt2Config, chips: int) -> tuple[float, float]:
+def orthogonalizing(model: Gpt2Config, chips: int, *, embeddings: bool) -> tuple[float, float]:
     """GFLOP and MiB of `Floor`: 5·(4m²n + 2m³) FLOP of an m × n matrix, m ≤ n."""
-    matrices = [p for p in jax.tree.leaves(describe(shapes_of(model))) if p.kind == "matrix" and not p.embedding]
+    matrices = [p for p in jax.tree.leaves(describe(shapes_of(model))) if p.kind == "matrix" and (embeddings or not p.embedding)]
     flops = sum(math.prod(p.stack_shape) * newton_schulz_flops(min(p.tensor_shape), max(p.tensor_shape), 5) for p in matrices)
     return flops / chips / 1e9, 2 * 2 * sum(math.prod(p.shape) for p in matrices) / chips / MIB
 
