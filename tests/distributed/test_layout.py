@@ -167,7 +167,9 @@ def test_what_is_sent_and_returned_lies_in_memory_as_the_chip_stores_it():
         with jax.set_mesh(mesh), hax.axis_mapping({"embed": "data"}):
             shardings = infer_resource_partitions(layer)
             lowered = jax.jit(lambda x: rule.update(x, optax.EmptyState())[0], in_shardings=(shardings,)).lower(layer)
-        return re.findall(r"@LayoutConstraint\(.*?result_layouts = \[dense<\[([\d, ]*)\]>.*tensor<([^>]*)>$", lowered.as_text(), re.MULTILINE)
+        return re.findall(
+            r"@LayoutConstraint\(.*?result_layouts = \[dense<\[([\d, ]*)\]>.*tensor<([^>]*)>$", lowered.as_text(), re.MULTILINE
+        )
 
     with absent_devices(devices):
         assert pinned(devices) == [("3, 0, 2, 1", "16x25x6x64xbf16")] * 2
