@@ -30,7 +30,6 @@ from levanter_mars.preflight.presentation import draw_memory, table, verdict
 from levanter_mars.preflight.report import Report, preflight
 from levanter_mars.preflight.search import find_batch
 
-
 REFUSALS = (ValueError, RuntimeError, OSError, AssertionError)
 """How Levanter, JAX and this package refuse a config."""
 
