@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
     "lion": LionConfig(),
     "mars-lion": MarsLionConfig(),
     "mars-lion, correction_clip: null": MarsLionConfig(correction_clip=None),
-    "muon": MuonConfig(),
+    "muon": MuonConfig(use_kimi_scaling=True),
     "mars-shampoo": MarsShampooConfig(),
     "mars-m": MarsMConfig(),
     "mars-m, correction_clip: null": MarsMConfig(correction_clip=None),
