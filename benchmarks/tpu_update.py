@@ -84,7 +84,7 @@ class Floor:
     gflop: float
     """Newton–Schulz of every matrix once, for those who orthogonalize; else none."""
     collectives_mib: float
-    """For them, each chip's part of the matrices in bfloat16 once out and once back; the numbers that norms take are not counted."""
+    """For them, in bfloat16, what a chip computes once out and what it holds once back; the numbers that norms take are not counted."""
     memory_traffic_mib: float
     """Gradients read, parameters and state read and written, each once."""
 
@@ -116,7 +116,7 @@ def measure(name: str, model: Gpt2Config, mesh: Mesh) -> Row:
     of_parameters, of_state = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (params, state))
     gflop, mib = 0.0, 0.0
     if name in ORTHOGONALIZE + ORTHOGONALIZE_EMBEDDINGS_TOO:
-        gflop, mib = orthogonalizing(model, mesh.size, embeddings=name in ORTHOGONALIZE_EMBEDDINGS_TOO)
+        gflop, mib = orthogonalizing(model, mesh.size, replicas=mesh.shape["replica"], embeddings=name in ORTHOGONALIZE_EMBEDDINGS_TOO)
     return Row(
         name,
         of_state / sum(x.size for x in leaves),
@@ -128,11 +128,11 @@ def measure(name: str, model: Gpt2Config, mesh: Mesh) -> Row:
     )
 
 
-def orthogonalizing(model: Gpt2Config, chips: int, *, embeddings: bool) -> tuple[float, float]:
+def orthogonalizing(model: Gpt2Config, chips: int, *, replicas: int, embeddings: bool) -> tuple[float, float]:
     """GFLOP and MiB of `Floor`: 5·(4m²n + 2m³) FLOP of an m × n matrix, m ≤ n."""
     matrices = [p for p in jax.tree.leaves(describe(shapes_of(model))) if p.kind == "matrix" and (embeddings or not p.embedding)]
     flops = sum(math.prod(p.stack_shape) * newton_schulz_flops(min(p.tensor_shape), max(p.tensor_shape), 5) for p in matrices)
-    return flops / chips / 1e9, 2 * 2 * sum(math.prod(p.shape) for p in matrices) / chips / MIB
+    return flops / chips / 1e9, 2 * (1 + replicas) * sum(math.prod(p.shape) for p in matrices) / chips / MIB
 
 
 def main() -> None:
