@@ -1,6 +1,6 @@
 """Time of a whole training step of mars-adamw in its exact form over that of the approximate form, in turn within one process.
 
-    python benchmarks/exact_step.py --rounds 15
+    python -m benchmarks.exact_step --rounds 15
 
 Prints the median milliseconds of each and the median, over rounds, of their ratio. The exact form takes two gradients of a batch.
 """

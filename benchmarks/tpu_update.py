@@ -1,10 +1,9 @@
 """What one optimizer update of a GPT-2 takes of each chip, compiled for a TPU topology on a machine without TPUs.
 
-    python benchmarks/tpu_update.py --size small --topology v5e:4x4 --json small.json
+    python -m benchmarks.tpu_update --size small --topology v5e:4x4
 
-Needs libtpu (`pip install '.[tpu]'`). Prints, for each optimizer, the bytes of state a parameter, the GFLOP of matrix products, the MiB of
-collectives' results by kind and the MiB of temporaries on a chip, and last the least that orthogonalizing all matrices takes: Newton–Schulz
-of each once, and every chip's part of the matrices in bfloat16 once out and once back.
+Needs libtpu (`pip install '.[tpu]'`). For each optimizer, on one chip: bytes of state a parameter, GFLOP of matrix products, MiB of
+collectives' results by kind, MiB of temporaries, MiB read from and written to memory; and the least that each takes, see `Floor`.
 """
 
 import json
@@ -47,9 +46,12 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
     "mars-adamw": MarsAdamWConfig(max_grad_norm=None),
     "mars-lion": MarsLionConfig(max_grad_norm=None),
     "mars-shampoo": MarsShampooConfig(max_grad_norm=None),
+    "mars-shampoo, embeddings by adamw": MarsShampooConfig(max_grad_norm=None, embeddings="adamw"),
     "mars-m": MarsMConfig(max_grad_norm=None),
     "mars-m, lean": MarsMConfig(max_grad_norm=None, correction_clip=None),
 }
+ORTHOGONALIZE = ("muon", "mars-shampoo, embeddings by adamw", "mars-m", "mars-m, lean")
+ORTHOGONALIZE_EMBEDDINGS_TOO = ("mars-shampoo",)
 SIZES = {"small": (768, 12, 12), "medium": (1024, 24, 16), "large": (1280, 36, 20), "xl": (1600, 48, 25)}
 
 
@@ -58,8 +60,8 @@ class BenchmarkConfig:
     size: str = "small"
     """small, medium, large or xl."""
     topology: str = "v5e:4x4"
-    replicas: int = 1
-    """Copies of the parameters, each cut over the other chips."""
+    replicas: int | None = None
+    """Copies of the parameters, each cut over the other chips along embed; None for the fewest that divide it."""
     optimizers: list[str] = field(default_factory=lambda: list(OPTIMIZERS))
     json: Path | None = None
 
@@ -71,6 +73,20 @@ class Row:
     gflop: float
     collectives_mib: dict[str, float]
     temporaries_mib: float
+    memory_traffic_mib: float
+    floor: "Floor"
+
+
+@dataclass
+class Floor:
+    """The least on each chip, if all were shared evenly."""
+
+    gflop: float
+    """Newton–Schulz of every matrix once, for those who orthogonalize; else none."""
+    collectives_mib: float
+    """For them, in bfloat16, what a chip computes once out and what it holds once back; the numbers that norms take are not counted."""
+    memory_traffic_mib: float
+    """Gradients read, parameters and state read and written, each once."""
 
 
 def shapes_of(model: Gpt2Config) -> Any:
@@ -96,21 +112,27 @@ def measure(name: str, model: Gpt2Config, mesh: Mesh) -> Row:
         compiled = jax.jit(step, donate_argnums=(0, 1), **shardings).lower(params, state, params).compile()
     program = hlo.count(compiled.as_text(), "")
     payloads = {kind: program.total("payload", kind=kind) / MIB for kind in hlo.COLLECTIVES}
-    count = sum(x.size for x in jax.tree.leaves(params))
+    leaves = jax.tree.leaves(params)
+    of_parameters, of_state = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (params, state))
+    gflop, mib = 0.0, 0.0
+    if name in ORTHOGONALIZE + ORTHOGONALIZE_EMBEDDINGS_TOO:
+        gflop, mib = orthogonalizing(model, mesh.size, replicas=mesh.shape["replica"], embeddings=name in ORTHOGONALIZE_EMBEDDINGS_TOO)
     return Row(
         name,
-        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / count,
+        of_state / sum(x.size for x in leaves),
         program.total("flops") / 1e9,
         {kind: mib for kind, mib in payloads.items() if mib >= 0.01},
         compiled.memory_analysis().temp_size_in_bytes / MIB,
+        program.total("bytes") / MIB,
+        Floor(gflop, mib, (3 * of_parameters + 2 * of_state) / mesh.size / MIB),
     )
 
 
-def floor(model: Gpt2Config, chips: int) -> tuple[float, float]:
-    """GFLOP and MiB on each chip, if both were shared evenly."""
-    matrices = [p for p in jax.tree.leaves(describe(shapes_of(model))) if p.kind == "matrix" and not p.embedding]
+def orthogonalizing(model: Gpt2Config, chips: int, *, replicas: int, embeddings: bool) -> tuple[float, float]:
+    """GFLOP and MiB of `Floor`: 5·(4m²n + 2m³) FLOP of an m × n matrix, m ≤ n."""
+    matrices = [p for p in jax.tree.leaves(describe(shapes_of(model))) if p.kind == "matrix" and (embeddings or not p.embedding)]
     flops = sum(math.prod(p.stack_shape) * newton_schulz_flops(min(p.tensor_shape), max(p.tensor_shape), 5) for p in matrices)
-    return flops / chips / 1e9, 2 * 2 * sum(math.prod(p.shape) for p in matrices) / chips / MIB
+    return flops / chips / 1e9, 2 * (1 + replicas) * sum(math.prod(p.shape) for p in matrices) / chips / MIB
 
 
 def main() -> None:
@@ -122,22 +144,17 @@ def main() -> None:
     devices = tpu_devices(topology)
     hidden, layers, heads = SIZES[config.size]
     model = Gpt2Config(max_seq_len=1024, hidden_dim=hidden, num_layers=layers, num_heads=heads, use_bias=False)
-    shape = (config.replicas, len(devices) // config.replicas)
-    mesh = Mesh(np.array(devices).reshape(shape), ("replica", "data"), axis_types=(AxisType.Auto,) * 2)
-    print(f"GPT-2 {config.size} on {topology.name}, one chip, {config.replicas} x {shape[1]}")
-    print("| optimizer | state, B/parameter | GFLOP | collectives, MiB | temporaries, MiB |\n|---|---|---|---|---|")
+    replicas = config.replicas or len(devices) // math.gcd(len(devices), hidden)
+    mesh = Mesh(np.array(devices).reshape(replicas, -1, 1), ("replica", "data", "model"), axis_types=(AxisType.Auto,) * 3)
+    print(f"GPT-2 {config.size} on {topology.name}, one chip, {replicas} x {len(devices) // replicas}")
     rows = []
     with absent_devices(devices):
         for name in config.optimizers:
-            row = measure(name, model, mesh)
-            rows.append(row)
-            kinds = ", ".join(f"{kind} {mib:,.1f}" for kind, mib in row.collectives_mib.items()) or "0"
-            print(f"| {name} | {row.state_bytes_per_parameter:.2f} | {row.gflop:,.0f} | {kinds} | {row.temporaries_mib:,.1f} |", flush=True)
-    gflop, mib = floor(model, len(devices))
-    print(f"| *floor of orthogonalizing* | | {gflop:,.0f} | {mib:,.1f} | |")
+            rows.append(measure(name, model, mesh))
+            print(json.dumps(asdict(rows[-1])), flush=True)
     if config.json is not None:
-        document = {"size": config.size, "topology": topology.name, "rows": list(map(asdict, rows)), "floor": {"gflop": gflop, "mib": mib}}
-        config.json.write_text(json.dumps(document, indent=2) + "\n")
+        document = {"size": config.size, "topology": topology.name, "chips": len(devices), "replicas": replicas}
+        config.json.write_text(json.dumps(document | {"rows": list(map(asdict, rows))}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

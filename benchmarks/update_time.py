@@ -1,15 +1,17 @@
 """Time of the jitted optimizer update alone on a 17 M-parameter GPT-2, each optimizer in turn within one process.
 
-    python benchmarks/update_time.py --rounds 40
+    python -m benchmarks.update_time --rounds 40
 
 Prints the median milliseconds of each and the medians, over rounds, of its time over AdamW's and over Lion's in the same round.
 Ratios hold on a noisy machine; the absolute times are this machine's.
 """
 
+import json
 import random
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import draccus
 import equinox as eqx
@@ -21,8 +23,9 @@ import optax
 from levanter.models.gpt2 import Gpt2Config
 from levanter.optim.config import AdamConfig, LionConfig, OptimizerConfig
 from levanter.optim.mars import MarsConfig
+from levanter.optim.muon import MuonConfig
 
-from levanter_mars import MarsAdamWConfig, MarsLionConfig
+from levanter_mars import MarsAdamWConfig, MarsLionConfig, MarsMConfig, MarsShampooConfig
 
 # Levanter's own mars calls this name, which JAX removed.
 jax.tree_map = jax.tree.map
@@ -35,7 +38,12 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
     "mars-adamw, diagnostics_every: 10": MarsAdamWConfig(diagnostics_every=10),
     "levanter's mars, repaired": MarsConfig(),
     "lion": LionConfig(),
+    "mars-lion": MarsLionConfig(),
     "mars-lion, correction_clip: null": MarsLionConfig(correction_clip=None),
+    "muon": MuonConfig(use_kimi_scaling=True),
+    "mars-shampoo": MarsShampooConfig(),
+    "mars-m": MarsMConfig(),
+    "mars-m, correction_clip: null": MarsMConfig(correction_clip=None),
 }
 
 
@@ -45,6 +53,7 @@ class BenchmarkConfig:
     """How often every optimizer is timed, after two rounds of warm-up."""
     gradient_norm: float = 0.3
     """The gradient's global norm. Above about 0.5 the clip of a tensor may bind, and MARS takes the norms that it needs then."""
+    json: Path | None = None
 
 
 class Contender:
@@ -85,12 +94,27 @@ def main(config: BenchmarkConfig):
     rounds = [
         {name: contenders[name].seconds() for name in order.sample(list(contenders), len(contenders))} for _ in range(config.rounds + 2)
     ][2:]
-    print(f"{sum(p.size for p in jax.tree.leaves(params)):,} parameters, {config.rounds} rounds, {jax.devices()[0].device_kind}")
-    for name in contenders:
-        milliseconds = 1e3 * statistics.median(times[name] for times in rounds)
-        ratio = statistics.median(times[name] / times["adamw"] for times in rounds)
-        ratio_to_lion = statistics.median(times[name] / times["lion"] for times in rounds)
-        print(f"{name:40} {milliseconds:8.1f} ms   {ratio:5.2f} x adamw   {ratio_to_lion:5.2f} x lion")
+    document = {
+        "parameters": sum(p.size for p in jax.tree.leaves(params)),
+        "device": jax.devices()[0].device_kind,
+        "rounds": config.rounds,
+        "gradient_norm": config.gradient_norm,
+        "rows": [
+            {
+                "optimizer": name,
+                "milliseconds": 1e3 * statistics.median(times[name] for times in rounds),
+                "ratio_to_adamw": statistics.median(times[name] / times["adamw"] for times in rounds),
+                "ratio_to_lion": statistics.median(times[name] / times["lion"] for times in rounds),
+            }
+            for name in contenders
+        ],
+    }
+    print(f"{document['parameters']:,} parameters, {config.rounds} rounds, {document['device']}")
+    for row in document["rows"]:
+        ratios = f"{row['ratio_to_adamw']:5.2f} x adamw   {row['ratio_to_lion']:5.2f} x lion"
+        print(f"{row['optimizer']:40} {row['milliseconds']:8.1f} ms   {ratios}")
+    if config.json is not None:
+        config.json.write_text(json.dumps(document, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -54,3 +54,42 @@ def test_zero_stays_zero_and_bfloat16_is_close():
     assert half.dtype == jnp.bfloat16
     difference = np.linalg.norm(half.astype(jnp.float32) - newton_schulz(x, dtype="float32"))
     assert difference < 0.05 * np.sqrt(16)
+
+
+def of_condition(number, size=64):
+    """A matrix whose singular values go evenly, by their logarithms, from 1 down to 1/number."""
+    left, _ = np.linalg.qr(gaussian(size, size))
+    right, _ = np.linalg.qr(gaussian(2 * size, size))
+    return jnp.asarray(left * np.geomspace(1, 1 / number, size) @ right.T, jnp.float32)
+
+
+HARD = {
+    "condition 1e6": of_condition(1e6),
+    "rank one": jnp.outer(jnp.arange(1.0, 33.0), jnp.arange(-40.0, 40.0)),
+    "one entry": jnp.zeros((32, 80)).at[3, 7].set(2.0),
+    "small": 1e-15 * gaussian(32, 80),
+    "large": 1e15 * gaussian(32, 80),
+    "smallest numbers": jnp.full((32, 80), 1e-38),
+    "zero": jnp.zeros((32, 80)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", HARD)
+def test_hard_matrices_keep_their_singular_values_bounded(case, dtype):
+    """And so finite, step after step, also where bfloat16 rounds small singular values to nothing."""
+    for steps in (5, 20):
+        values = np.linalg.svd(np.asarray(newton_schulz(HARD[case], steps=steps, dtype=dtype), np.float32), compute_uv=False)
+        assert np.isfinite(values).all()
+        assert values.max() < 1.3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", ["rank one", "one entry"])
+def test_a_single_direction_is_kept(case, dtype):
+    u, _, vt = np.linalg.svd(HARD[case])
+    found = np.asarray(newton_schulz(HARD[case], dtype=dtype), np.float32)
+    along = u[:, 0] @ found @ vt[0]
+    assert 0.6 < along < 1.3
+    if dtype == "float32":  # what bfloat16 rounds off are directions of their own, which grow as small singular values do
+        np.testing.assert_allclose(found, along * np.outer(u[:, 0], vt[0]), atol=1e-3)

@@ -6,6 +6,7 @@ the least that can be sent, each device's part of the matrices once out and once
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,12 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax.partitioning import current_thread_local_mapping, physical_axis_name
-from jax._src.mesh import get_concrete_mesh  # within jit JAX has no public way to ask which slice a device belongs to
+from jax._src.mesh import get_concrete_mesh  # within jit JAX has no public way to ask for devices: of which slice, with which layout
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, PartitionSpec
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from levanter_mars.packing import Share, pack
 from levanter_mars.parameters import Parameter
+from levanter_mars.trips import expected_trips
 
 Sum = Callable[[Array], Array]
 MatrixFunction = Callable[[Float[Array, "*batch m n"], Sum], Float[Array, "*batch m n"]]
@@ -76,12 +79,14 @@ def map_matrices(
     }
 
     def on_each_device(*local: Array) -> tuple[Array, ...]:
-        blocks = [p.to_blocks(x.astype(dtype)) for p, x in zip(placed, local, strict=True)]
+        stored = [_stored_as(x) for x in local]
+        blocks = [p.to_blocks(as_stored(x.astype(dtype))) for p, x, as_stored in zip(placed, local, stored, strict=True)]
         results: list[Any] = [None] * len(blocks)
         for spread, mine in together.items():
             for i, result in zip(mine, groups[spread].run(function, [blocks[i] for i in mine]), strict=True):
                 results[i] = result
-        return tuple(p.from_blocks(result, x.shape) for p, result, x in zip(placed, results, local, strict=True))
+        home = [p.from_blocks(result, x.shape) for p, result, x in zip(placed, results, local, strict=True)]
+        return tuple(as_stored(x) for x, as_stored in zip(home, stored, strict=True))
 
     raw = [x.array if isinstance(x, hax.NamedArray) else x for x in arrays]
     specs = tuple(PartitionSpec(*names) for names in axes)
@@ -148,6 +153,17 @@ def _place(parameter: Parameter, names: tuple[tuple[str, ...], ...], mesh, slow:
     return _Placed(parameter, Cut(short_axes, long_axes, short, long), stack_axes, spread, parameter.stack + sides[0] + sides[1])
 
 
+class _Place(NamedTuple):
+    """Where the matrices of one cut are on a device."""
+
+    buffer: int
+    """Index of the received buffer."""
+    start: int
+    """Its column in which they begin."""
+    n: int
+    """How many they are."""
+
+
 @dataclass(frozen=True)
 class _Group:
     """Matrices that are spread over the same axes of the mesh, and how."""
@@ -162,6 +178,8 @@ class _Group:
     """How many devices share a matrix; 1 but where there are more devices than matrices."""
     shares: list[Share]
     """How many matrices of each cut every group of `split` devices gets."""
+    fullest: Share
+    """That which takes longest."""
 
     @staticmethod
     def plan(placed: list[_Placed], axes: tuple[str, ...], mesh, cost: Cost, itemsize: int) -> "_Group":
@@ -179,20 +197,18 @@ class _Group:
 
         splits = [s for s in range(2, devices + 1) if devices % s == 0 and sum(counts) * s <= devices]
         split = min([1, *splits], key=slowest)
-        shares = pack([cost(m, n, 1).flops for m, n in shapes], counts, devices // split)
-        return _Group(axes, dict(mesh.shape), cuts, [cuts.index(p.cut) for p in placed], split, shares)
+        flops = [cost(m, n, 1).flops for m, n in shapes]
+        shares = pack(flops, counts, devices // split)
+        fullest = max(shares, key=lambda share: sum(map(operator.mul, share, flops)))
+        return _Group(axes, dict(mesh.shape), cuts, [cuts.index(p.cut) for p in placed], split, shares, fullest)
 
     def run(self, function: MatrixFunction, blocks: list[Array]) -> list[Array]:
         """From every array's blocks on this device to those of the results."""
         counts = [len(x) for x in blocks]
         by_cut = [jnp.concatenate([x for x, i in zip(blocks, self.members, strict=True) if i == cut]) for cut in range(len(self.cuts))]
         received = [self._send(axes, by_cut) for axes in self._exchanges]
-        kinds = list(dict.fromkeys(self.shares))
-        kind = jnp.array([kinds.index(share) for share in self.shares])[jax.lax.axis_index(self.axes) // self.split]
-        if self.split == 1:
-            computed = jax.lax.switch(kind, [partial(self._compute, function, share) for share in kinds], received)
-        else:
-            computed = self._compute_split(function, kind, kinds, received)
+        me = jax.lax.axis_index(self.axes) // self.split
+        computed = self._compute(function, me, received) if self.split == 1 else self._compute_split(function, me, received)
         home: dict[int, Array] = {}
         for axes, buffer in zip(self._exchanges, computed, strict=True):
             home |= self._return(axes, buffer)
@@ -203,21 +219,31 @@ class _Group:
             taken[cut] += count
         return results
 
-    def _compute(self, function: MatrixFunction, share: Share, received: list[Array]) -> list[Array]:
-        """One matrix after the other, each written over itself, so that little memory is needed beside them."""
-        received = list(received)
-        for where, cut, start, n in self._places(share):
+    def _compute(self, function: MatrixFunction, me: Int[Array, ""], received: list[Array]) -> list[Array]:
+        """One matrix after the other, each written over itself, so that little memory is needed beside them.
 
-            def compute(i: Array, buffer: Array, cut=cut, start=start) -> Array:
-                at = start + i * self._part(cut)
+        Every device looks up where its matrices of a cut begin and how many they are. Given a branch for every kind of share instead, the
+        TPU compiler copies the buffers before it, and the program holds the function once for each.
+        """
+        received = list(received)
+        places = [self._places(share) for share in self.shares]
+        for i, cut in enumerate(self.cuts):
+            where = places[0][i].buffer
+            start = jnp.array([place[i].start for place in places])[me]
+            counts = [place[i].n for place in places]
+            n = counts[0] if len(set(counts)) == 1 else jnp.array(counts)[me]
+
+            def compute(j: Array, buffer: Array, cut=cut, start=start) -> Array:
+                at = start + j * self._part(cut)
                 rows = jax.lax.dynamic_slice_in_dim(buffer, at, self._part(cut), axis=1)
                 result = function(self._assemble(cut, rows), lambda part: part)
                 return jax.lax.dynamic_update_slice_in_dim(buffer, self._take_apart(cut, result), at, axis=1)
 
-            received[where] = jax.lax.fori_loop(0, n, compute, received[where])
+            with expected_trips(self.fullest[i]):
+                received[where] = jax.lax.fori_loop(0, n, compute, received[where])
         return received
 
-    def _compute_split(self, function: MatrixFunction, kind: Array, kinds: list[Share], received: list[Array]) -> list[Array]:
+    def _compute_split(self, function: MatrixFunction, me: Int[Array, ""], received: list[Array]) -> list[Array]:
         """One matrix, or none, for a group of devices, each of which has some of the columns.
 
         All groups take part in every sum, so all compute on one shape: smaller matrices are padded with zeros.
@@ -225,20 +251,25 @@ class _Group:
         widest = (max(map(self._rows, self.cuts)), max(map(self._columns, self.cuts)))
 
         def padded(share: Share, received: list[Array]) -> Array:
-            for where, cut, start, _ in self._places(share):
-                x = self._assemble(cut, received[where][:, start : start + self._part(cut)])
+            for cut, (buffer, start, n) in zip(self.cuts, self._places(share), strict=True):
+                if not n:
+                    continue
+                x = self._assemble(cut, received[buffer][:, start : start + self._part(cut)])
                 return jnp.pad(x, [(0, full - size) for full, size in zip(widest, x.shape, strict=True)])
             return jnp.zeros(widest, received[0].dtype)
 
         def cropped(share: Share, result: Array, received: list[Array]) -> list[Array]:
             received = list(received)
-            for where, cut, start, _ in self._places(share):
-                rows = self._take_apart(cut, result[: self._rows(cut), : self._columns(cut)])
-                received[where] = jax.lax.dynamic_update_slice_in_dim(received[where], rows, start, axis=1)
+            for cut, (buffer, start, n) in zip(self.cuts, self._places(share), strict=True):
+                if n:
+                    rows = self._take_apart(cut, result[: self._rows(cut), : self._columns(cut)])
+                    received[buffer] = jax.lax.dynamic_update_slice_in_dim(received[buffer], rows, start, axis=1)
             return received
 
         devices = self.split * len(self.shares)
         groups = [list(range(first, first + self.split)) for first in range(0, devices, self.split)]
+        kinds = list(dict.fromkeys(self.shares))
+        kind = jnp.array([kinds.index(share) for share in self.shares])[me]
         x = jax.lax.switch(kind, [partial(padded, share) for share in kinds], received)
         result = function(x, lambda part: jax.lax.psum(part, self.axes, axis_index_groups=groups))
         return jax.lax.switch(kind, [partial(cropped, share) for share in kinds], result, received)
@@ -248,14 +279,15 @@ class _Group:
         """The axes along which matrices are exchanged: one buffer is sent and received for each."""
         return list(dict.fromkeys(map(self._exchange_axes, self.cuts)))
 
-    def _places(self, share: Share) -> Iterator[tuple[int, Cut, int, int]]:
-        """Where the matrices of a share are: in which of the received buffers, of which cut, from which column on, and how many."""
+    def _places(self, share: Share) -> list[_Place]:
+        """Of the matrices of a share, for every cut."""
         start = [0] * len(self._exchanges)
+        places = []
         for n, cut in zip(share, self.cuts, strict=True):
-            where = self._exchanges.index(self._exchange_axes(cut))
-            if n:
-                yield where, cut, start[where], n
-            start[where] += n * self._part(cut)
+            buffer = self._exchanges.index(self._exchange_axes(cut))
+            places.append(_Place(buffer, start[buffer], n))
+            start[buffer] += n * self._part(cut)
+        return places
 
     def _exchange_axes(self, cut: Cut) -> tuple[str, ...]:
         return tuple(name for name in self.axes if name in cut.short_axes + cut.long_axes)
@@ -360,6 +392,23 @@ def _as_tuple(entry: Any) -> tuple[str, ...]:
 def _slow_axes() -> frozenset[str]:
     mesh = get_concrete_mesh()
     return frozenset() if mesh is None or mesh.empty else axes_between_slices(mesh)
+
+
+def _stored_as(x: Array) -> Callable[[Array], Array]:
+    """Orders the axes of another array of this shape in memory as the device does those of a stored `x`.
+
+    A TPU pads the two axes that it stores last, and so picks others for them than the last two where that saves memory. Rows that are
+    sent have an order of their own, and left alone the compiler may carry it over to all that is computed from them or for them: of
+    GPT-2 XL on 64 chips, copies of momenta and parameters in float32, half of them padding, in place of one of bfloat16.
+    """
+    mesh = get_concrete_mesh()
+    if mesh is None or mesh.empty:
+        return lambda x: x
+    device = mesh.devices.flat[0]
+    order = Layout.from_pjrt_layout(device.client.get_default_layout(x.dtype, x.shape, device)).major_to_minor
+    if order == tuple(range(x.ndim)):  # as CPUs and GPUs always store
+        return lambda x: x
+    return lambda x: with_layout_constraint(x, Layout(order))
 
 
 def axes_between_slices(mesh: jax.sharding.Mesh) -> frozenset[str]:

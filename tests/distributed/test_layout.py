@@ -1,14 +1,24 @@
 """However matrices lie on eight devices, their orthogonal factors are what one device computes, for no more traffic than they need."""
 
+import importlib.util
+import re
 from types import SimpleNamespace
 
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
 import jax
 import numpy as np
+import optax
 import pytest
 from devices import run_on_eight
-from jax.sharding import Mesh
+from haliax.partitioning import infer_resource_partitions
+from jax.sharding import AxisType, Mesh
 
 from levanter_mars.layout import axes_between_slices
+from levanter_mars.preconditioners import orthogonalize
+from levanter_mars.preflight.absent_devices import absent_devices
+from levanter_mars.preflight.hardware import parse_topology, tpu_devices
 
 PROGRAM = """
 import dataclasses
@@ -80,6 +90,7 @@ with jax.set_mesh(mesh), hax.axis_mapping(fsdp):
     text = jax.jit(lambda x: orthogonal(x, "auto", "bfloat16")).lower(gpt2).as_text()
     sent = [line for line in text.splitlines() if "all_to_all" in line and "bf16" in line]
     assert len(sent) == 2, text[:3000]
+    assert "LayoutConstraint" not in text  # a CPU stores arrays in the order of their axes
 check("fsdp in bfloat16", gpt2, {"data": 8}, fsdp, dtype="bfloat16")
 
 assert check("explicit axes", gpt2, {"data": 8}, fsdp, kind=AxisType.Explicit) == share
@@ -140,3 +151,25 @@ def test_axes_between_slices_are_told_from_the_devices():
     flat = SimpleNamespace(devices=devices.reshape(8), axis_names=("data",))
     assert axes_between_slices(flat) == {"data"}
     assert axes_between_slices(Mesh(np.array(jax.devices()[:1]), ("data",))) == frozenset()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed; make test installs it")
+def test_what_is_sent_and_returned_lies_in_memory_as_the_chip_stores_it():
+    """A part of 16 layers × 25 rows × 6 heads × 64 is stored with rows and heads first, where padding to tiles of 8 × 128 costs least."""
+    topology = parse_topology("v5e:2x4")
+    devices = tpu_devices(topology)
+    Layers, Embed, Heads, HeadSize = hax.make_axes(layers=16, embed=200, heads=6, head_size=64)
+    layer = eqx.filter_eval_shape(lambda: hnn.Linear(hax.zeros((Layers, Embed, Heads, HeadSize)), None, Embed, (Heads, HeadSize)))
+    rule = orthogonalize(lambda p: 1.0, steps=1, coefficients="jordan", dtype="bfloat16")
+
+    def pinned(devices) -> list[tuple[str, str]]:
+        mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
+        with jax.set_mesh(mesh), hax.axis_mapping({"embed": "data"}):
+            shardings = infer_resource_partitions(layer)
+            lowered = jax.jit(lambda x: rule.update(x, optax.EmptyState())[0], in_shardings=(shardings,)).lower(layer)
+        return re.findall(
+            r"@LayoutConstraint\(.*?result_layouts = \[dense<\[([\d, ]*)\]>.*tensor<([^>]*)>$", lowered.as_text(), re.MULTILINE
+        )
+
+    with absent_devices(devices):
+        assert pinned(devices) == [("3, 0, 2, 1", "16x25x6x64xbf16")] * 2

@@ -224,7 +224,9 @@ def test_a_setup_does_not_pull_the_environment_from_under_a_run(gcloud):
 def test_a_babysitter_that_is_ended_leaves_no_token_behind(gcloud):
     """In the middle of a copy, by a hangup."""
     gcloud.script(describe=[state("ACTIVE")], scp=["ok", "hang"])
-    process = subprocess.Popen(gcloud.job("babysit"), cwd=gcloud.folder, env=gcloud.environment, stdout=subprocess.DEVNULL)
+    # Under nohup a hangup is ignored, and so it is by all who are started from there; not by this one.
+    listening = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)}
+    process = subprocess.Popen(gcloud.job("babysit"), cwd=gcloud.folder, env=gcloud.environment, stdout=subprocess.DEVNULL, **listening)
     while gcloud.verbs("scp") != ["scp", "scp"]:
         time.sleep(0.05)
     assert list((gcloud.folder / "home").rglob("secrets.sh"))

@@ -9,6 +9,7 @@ import pytest
 from devices import run_on_eight
 
 from levanter_mars.preflight import hlo
+from levanter_mars.trips import expected_trips
 
 SCOPE = "the_optimizer"
 
@@ -47,6 +48,16 @@ def test_a_loop_without_an_end_known_beforehand_is_named():
     assert counted.total("flops") == 2 * 16**3
     assert len(counted.notes) == 1
     assert "counted once" in counted.notes[0]
+
+
+def test_a_loop_whose_end_depends_on_data_counts_as_often_as_its_source_expects():
+    def some_layers(x, weights, n):
+        with expected_trips(3):
+            return jax.lax.fori_loop(0, n[0].astype(int), lambda i, x: layers(x, weights), x)
+
+    counted = program(some_layers, (16, 32), (5, 32, 32), (1,))
+    assert counted.total("flops") == 3 * 5 * 2 * 16 * 32 * 32
+    assert counted.notes == []
 
 
 def test_gradients_of_a_scan():
@@ -92,6 +103,7 @@ COLLECTIVES = """
 import json, jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from levanter_mars.preflight import hlo
+from levanter_mars.trips import expected_trips
 
 mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 

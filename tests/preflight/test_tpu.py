@@ -6,10 +6,11 @@ import jax
 import pytest
 from levanter.main.train_lm import TrainLmConfig
 from levanter.models.gpt2 import Gpt2Config
+from levanter.models.llama import LlamaConfig
 from levanter.optim.muon import MuonConfig
 from levanter.trainer import TrainerConfig
 
-from levanter_mars import MarsAdamWConfig
+from levanter_mars import MarsAdamWConfig, MarsMConfig
 from levanter_mars.explanation import explain, trainable_shapes
 from levanter_mars.preflight.absent_devices import absent_devices
 from levanter_mars.preflight.hardware import parse_topology, tpu_devices
@@ -107,6 +108,21 @@ def test_bounds_follow_from_the_figures(mars):
     assert mars.hours == pytest.approx(100 * mars.roofline.step / 3600)
     assert mars.total == pytest.approx(sum(mars.memory.values()))
     assert mars.fits
+
+
+def test_rotary_embeddings_are_computed_off_the_absent_chips():
+    """A Llama computes their frequencies while it is traced."""
+    llama = LlamaConfig(
+        num_layers=2, hidden_dim=WIDTH, intermediate_dim=512, num_heads=2, num_kv_heads=1, max_seq_len=LENGTH, tokenizer="none"
+    )
+    trainer = TrainerConfig(train_batch_size=BATCH, num_train_steps=100)
+    reported = report(TrainLmConfig(model=llama, optimizer=MarsMConfig(), trainer=trainer))
+    # Queries and outputs, keys and values for one head of two, and three matrices of the MLP; embeddings in and out, norms.
+    matrices = 2 * (WIDTH * WIDTH * 3 + 3 * WIDTH * 512)
+    assert reported.parameter_count == matrices + 2 * VOCABULARY * WIDTH + 5 * WIDTH
+    assert reported.fits
+    assert {c.kind for c in reported.collectives if c.phase == "optimizer"} == {"all-to-all", "all-reduce"}
+    assert reported.flops["optimizer"] > 0
 
 
 def test_a_model_too_large_says_by_how_much():

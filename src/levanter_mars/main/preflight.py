@@ -30,6 +30,9 @@ from levanter_mars.preflight.presentation import draw_memory, table, verdict
 from levanter_mars.preflight.report import Report, preflight
 from levanter_mars.preflight.search import find_batch
 
+REFUSALS = (ValueError, RuntimeError, OSError, AssertionError)
+"""How Levanter, JAX and this package refuse a config."""
+
 
 @dataclass
 class PreflightConfig(TrainLmConfig):
@@ -51,7 +54,8 @@ class PreflightConfig(TrainLmConfig):
 def run(config: PreflightConfig) -> int:
     """
     Raises:
-        ValueError: the config asks for something that there is not, or that does not go with the rest.
+        ValueError: the config asks for something that there is not, or that does not go with the rest. Where optimizers are compared, what
+            refuses one of them is printed, and the others go on.
         RuntimeError: there is nothing to compile with.
     """
     topology = parse_topology(config.topology)
@@ -61,18 +65,28 @@ def run(config: PreflightConfig) -> int:
             raise ValueError(f"{path} cannot be written: {path.parent} is no directory")
     devices = _devices(topology)
     vocab_size = vocabulary_size(config, config.vocab_size)
-    reports = []
+    reports, refusals = [], []
     for optimizer in optimizers:
         one = dataclasses.replace(config, optimizer=optimizer)
         name = optimizer.get_choice_name(type(optimizer))
         print(f"Compiling the train step with {name} for {topology.name} ...", file=sys.stderr, flush=True)
-        if config.find_batch:
-            reports.append(
-                find_batch(one, topology, devices, vocab_size, lambda report: print(verdict(report), file=sys.stderr, flush=True))
-            )
+        try:
+            if config.find_batch:
+                report = find_batch(one, topology, devices, vocab_size, lambda tried: print(verdict(tried), file=sys.stderr, flush=True))
+            else:
+                report = preflight(one, topology, devices, vocab_size)
+        except REFUSALS as error:
+            if len(optimizers) == 1:
+                raise
+            refusals.append(f"{name} on {topology.name}: cannot tell: {_reason(error)}")
+            print(refusals[-1], file=sys.stderr, flush=True)
         else:
-            reports.append(preflight(one, topology, devices, vocab_size))
-    _write(config, reports)
+            reports.append(report)
+    if reports:
+        _write(config, reports)
+    print(*refusals, sep="\n", end="\n" if refusals else "")
+    if refusals:
+        return 1
     return 0 if all(report.fits for report in reports) else 2
 
 
@@ -113,6 +127,13 @@ def _write(config: PreflightConfig, reports: list[Report]) -> None:
         print(f"Picture: {config.plot}")
 
 
+def _reason(error: Exception) -> str:
+    if isinstance(error, AssertionError):
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{frame.filename}, line {frame.lineno}, asserts what does not hold for this config: {frame.line} {error}".strip()
+    return " ".join(str(error).split())[:2000]
+
+
 def main() -> None:
     # What Levanter and JAX log while they trace is about a run, and there is none.
     logging.disable(logging.WARNING)
@@ -122,11 +143,8 @@ def main() -> None:
         status: Any = levanter.config.main(run)()
     except SystemExit as error:  # the parser of options ends with 2, which here means something else
         sys.exit(1 if error.code == 2 else error.code)
-    except (DraccusException, ValueError, RuntimeError, OSError) as error:
-        sys.exit(f"preflight cannot tell: {' '.join(str(error).split())[:2000]}")
-    except AssertionError as error:  # Levanter's way of refusing some configs
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        sys.exit(f"preflight cannot tell: {frame.filename}, line {frame.lineno}, asserts what does not hold for this config: {error}")
+    except (DraccusException, *REFUSALS) as error:
+        sys.exit(f"preflight cannot tell: {_reason(error)}")
     sys.exit(status)
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +11,7 @@ import haliax.jax_utils
 import haliax.partitioning
 import jax
 import levanter.kernels.pallas.fused_cross_entropy_loss.api as cross_entropy
-from jax._src import cloud_tpu_init
+from jax._src import cloud_tpu_init, mesh
 from jax._src.core import trace_state_clean
 
 _NO_VALUE = object()
@@ -20,11 +21,12 @@ _NO_VALUE = object()
 def absent_devices(devices: Sequence[Any]) -> Generator[None]:
     """In this context `jax.devices()` and its relatives, as Levanter and Haliax call them, answer for `devices`.
 
-    JAX itself does not look its devices up by these names, so arrays still live on the devices that are there. Five more answers need
+    JAX itself does not look its devices up by these names, so arrays still live on the devices that are there. Six more answers need
     devices that compute, or several hosts, and are replaced by ones that do without:
 
     * `haliax.….is_in_jit` makes an array on the mesh's devices; tracing is told from JAX's trace state instead.
     * `haliax.partitioning.is_array` keeps shapes from being lowered in the place of arrays.
+    * `jax.ensure_compile_time_eval` computes on the mesh's devices, as rotary embeddings have it; here on those that are there.
     * the fused cross entropy has all hosts of the mesh agree on an implementation; here one host speaks for all.
     * JAX lowers Pallas kernels for the installed libtpu only where it knows itself on a TPU machine; it is told so.
     * its block sizes, where a model asks for its Pallas kernel, are timed on the device; here the inferred ones are taken.
@@ -41,6 +43,7 @@ def absent_devices(devices: Sequence[Any]) -> Generator[None]:
             (jax, "device_count", lambda *_, **__: len(devices)),
             (jax, "local_device_count", lambda *_, **__: len(local())),
             (jax, "default_backend", lambda: platform),
+            (jax, "ensure_compile_time_eval", partial(_compute_off_the_mesh, jax.ensure_compile_time_eval)),
             (haliax.jax_utils, "is_in_jit", _is_tracing),
             (haliax.partitioning, "is_in_jit", _is_tracing),
             (haliax.partitioning, "is_array", _is_array_or_shape),
@@ -80,6 +83,17 @@ def jax_settings(values) -> Generator[None]:
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+
+
+@contextmanager
+def _compute_off_the_mesh(ensure_compile_time_eval) -> Generator[None]:
+    # As jax.set_mesh(None), which refuses to be called here: it sees the trace, of which this is no part.
+    with ensure_compile_time_eval(), mesh.use_abstract_mesh(mesh.empty_abstract_mesh):
+        before = mesh.device_context.swap_local(mesh.empty_concrete_mesh)
+        try:
+            yield
+        finally:
+            mesh.device_context.set_local(before)
 
 
 def _is_tracing() -> bool:

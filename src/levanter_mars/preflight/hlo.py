@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from levanter_mars.trips import trips_in
+
 Phase = Literal["forward/backward", "optimizer"]
 PHASES: tuple[Phase, ...] = ("forward/backward", "optimizer")
 COLLECTIVES = (
@@ -204,11 +206,11 @@ class _Counter:
         return totals
 
     def _phase(self, x: Instruction) -> Phase:
-        found = re.search(r'op_name="([^"]*)"', x.attributes)
-        return "optimizer" if found and self.optimizer_scope in found[1] else "forward/backward"
+        return "optimizer" if self.optimizer_scope in _op_name(x) else "forward/backward"
 
     def _trip_count(self, loop: Instruction, computation: Computation) -> int:
-        """XLA says it on the CPU. On the TPU the condition does: the root compares an element of the loop's state with a constant."""
+        """XLA says it on the CPU. On the TPU the condition does: the root compares an element of the loop's state with a constant.
+        Of a loop without a constant the source may have said it."""
         if found := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
             return int(found[1])
         condition = self.computations[loop.called("condition")[0]]
@@ -224,6 +226,8 @@ class _Counter:
             step = self._step(loop, index)
             if step and step > 0:
                 return -(-(constants[0] - self._start(loop, index, computation)) // step)
+        if (trips := trips_in(_op_name(loop))) is not None:
+            return trips
         self.notes.add(f"how often the loop {loop.name} runs is not known; it is counted once")
         return 1
 
@@ -351,6 +355,12 @@ class _Counter:
 
 def _index(element: Instruction) -> int:
     return int(_found(r"index=(\d+)", element))
+
+
+def _op_name(x: Instruction) -> str:
+    """The named scopes of the source around `x`, and what it was there."""
+    found = re.search(r'op_name="([^"]*)"', x.attributes)
+    return found[1] if found else ""
 
 
 def _found(pattern: str, x: Instruction) -> str:
