@@ -25,10 +25,14 @@ from levanter.utils.jax_utils import is_inexact_arrayish, local_cpu_mesh
 
 pytestmark = pytest.mark.slow
 
-PUBLISHED = yaml.safe_load((Path(__file__).parents[1] / "config" / "eval" / "published.yaml").read_text())
+REPOSITORY = Path(__file__).parents[1]
+PUBLISHED = yaml.safe_load((REPOSITORY / "config" / "eval" / "published.yaml").read_text())
 STEPS = 60
 QUESTIONS = 12
 HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
+# In an environment of its own, because the libraries that it brings for CUDA would meet JAX's.
+TORCH = REPOSITORY / ".torch" / "bin" / "python"
+PYTHON_WITH_TORCH = os.environ.get("LEVANTER_MARS_TORCH_PYTHON", str(TORCH) if TORCH.exists() else None)
 needs_harness = pytest.mark.skipif(not HAS_HARNESS, reason="lm-eval is not installed: requirements/eval.txt")
 
 
@@ -113,24 +117,17 @@ def levanter_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(logits.rearrange(("batch", "position", "vocab")).array)
 
 
-def python_with_torch() -> str | None:
-    """This Python if it has torch, or the one that LEVANTER_MARS_TORCH_PYTHON names."""
-    return sys.executable if importlib.util.find_spec("torch") else os.environ.get("LEVANTER_MARS_TORCH_PYTHON")
-
-
 def test_transformers_loads_the_export_and_gives_the_same_logits(trained):
     arguments = ["--tokenizer", "tokenizer", "--checkpoint_path", "checkpoints/run", "--output_dir", "hf", "--use_cpu", "true"]
     command(trained, "levanter.main.export_lm_to_hf", "--configs", "model.yaml", "trainer.yaml", *arguments)
     settings = json.loads((trained / "hf" / "config.json").read_text())
     assert (settings["model_type"], settings["scale_attn_by_inverse_layer_idx"], settings["tie_word_embeddings"]) == ("gpt2", True, True)
-    python = python_with_torch()
-    if python is None:
-        pytest.skip("torch is not installed: its CPU wheel is on no index that requirements/ could pin without naming it; "
-                    "LEVANTER_MARS_TORCH_PYTHON may name a Python that has torch and transformers")  # fmt: skip
+    if PYTHON_WITH_TORCH is None:
+        pytest.skip("torch is not installed: make .torch/.installed, or name a Python that has it in LEVANTER_MARS_TORCH_PYTHON")
     tokens = np.random.default_rng(0).integers(0, 300, (4, 32))
     np.save(trained / "tokens.npy", tokens)
     script = Path(__file__).parent / "torch_logits.py"
-    subprocess.run([python, script, "hf", "tokens.npy", "logits.npy"], cwd=trained, check=True)
+    subprocess.run([PYTHON_WITH_TORCH, script, "hf", "tokens.npy", "logits.npy"], cwd=trained, check=True)
     with jax.default_matmul_precision("highest"):
         expected = levanter_logits(trained, tokens)
     assert expected.std() > 0.5
