@@ -29,6 +29,15 @@ def write_workspace(folder: Path) -> None:
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
 
 
+def pad_tokenizer(folder: Path, size: int) -> None:
+    """Writes `padded` beside `tokenizer`: the same with tokens that no text has, so many that there are `size`."""
+    from transformers import AutoTokenizer  # not above: importing it takes seconds
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    tokenizer.add_tokens([f"<|padding_{i}|>" for i in range(size - len(tokenizer))])
+    tokenizer.save_pretrained(folder / "padded")
+
+
 def config(optimizer: dict) -> dict:
     """A GPT-2 of two layers. All sizes divide by 8, so that 8 devices can share them."""
     return {

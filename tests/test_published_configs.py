@@ -17,10 +17,11 @@ import levanter.config
 import numpy as np
 import pytest
 import yaml
+from levanter.eval_harness import EvalHarnessMainConfig, LmEvalHarnessConfig
 from levanter.main.train_lm import TrainLmConfig
 from levanter.trainer_state import init_optimizer_for_trainables, trainables_only
 
-import levanter_mars.data.component  # noqa: F401  # Levanter's command imports it before it decodes the files.
+from levanter_mars.data.component import check_vocabularies  # and with it `type: bin`, as Levanter's command does before it decodes
 
 CONFIG = Path(__file__).parents[1] / "config"
 
@@ -182,6 +183,30 @@ def test_hyperparameters_are_the_published_ones():
             # γ = 1 − β₁ without the clip is Nesterov's momentum: tests/test_baselines.py
             assert (it.gamma, it.correction_clip) == ((0.05, None) if optimizer in ("muon", "moonlight") else (0.025, "tensor"))
             assert getattr(it, "exact", False) == (optimizer == "mars-adamw-exact")
+
+
+def test_the_evaluation_file_is_one_of_both_commands():
+    """Of train_lm beside the files of a run, of eval_harness beside its model and trainer."""
+    tasks = ["arc_easy", "arc_challenge", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande", "mmlu", "sciq"]
+    evaluation = CONFIG / "eval" / "published.yaml"
+    run = files("gpt2_xl", "fineweb_edu", "mars-adamw")
+    training = parse(*run, evaluation)
+    assert isinstance(training.eval_harness, LmEvalHarnessConfig) and training.eval_harness.to_task_spec() == tasks
+    assert dataclasses.replace(training, eval_harness=None) == parse(*run)
+    document = yaml.safe_load("".join(path.read_text() for path in (run[0], run[2], evaluation)))
+    finished = draccus.decode(EvalHarnessMainConfig, document | {"tokenizer": "gpt2", "checkpoint_path": "checkpoints/run"})
+    assert (finished.eval_harness, finished.model, finished.trainer) == (training.eval_harness, training.model, training.trainer)
+
+
+def test_token_files_have_the_published_vocabulary():
+    for model, data, optimizer in RUNS:
+        config = parse(*files(model, data, optimizer)).data
+        if data.endswith("_bin"):
+            (component,) = config.components.values()
+            assert (len(config.the_tokenizer), component.vocab_size) == (50_304, 50_257)
+            check_vocabularies(config)
+        else:
+            assert config.tokenizer == "gpt2"
 
 
 @pytest.mark.parametrize("single, model, data", [("mars_gpt2", "gpt2_small", "openwebtext"), ("mars_gpt2_xl", "gpt2_xl", "fineweb_edu")])

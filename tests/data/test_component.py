@@ -21,6 +21,8 @@ from levanter.schedule import BatchSchedule
 from levanter.trainer import TrainerConfig
 from tokenizers import Tokenizer
 
+from levanter_mars.data.component import check_vocabularies
+
 MARS = {"type": "mars-adamw", "learning_rate": 6e-3, "learning_rate_1d": 3e-3, "warmup": 5}
 STEPS = 200
 
@@ -31,7 +33,7 @@ def data(folder: Path, **component) -> LmDataConfig:
     def main(config: TrainLmConfig) -> TrainLmConfig:
         return config
 
-    component = {"type": "bin", "seq_len": 8, "block_cross_document_attention": False} | component
+    component = {"type": "bin", "seq_len": 8, "vocab_size": 50257, "block_cross_document_attention": False} | component
     document = {"data": {"components": {"text": component}}, "optimizer": {"type": "mars-adamw"}}
     (folder / "config.yaml").write_text(yaml.safe_dump(document))
     return levanter.config.main(main, args=["--config", str(folder / "config.yaml")])().data
@@ -92,9 +94,11 @@ def test_a_bad_field_is_refused_while_parsing(tmp_path, fields, sentence):
         data(tmp_path, **fields)
 
 
-def test_whether_attention_crosses_documents_has_to_be_said():
-    with pytest.raises(DraccusException, match="block_cross_document_attention"):
-        draccus.decode(LmDataConfig, {"components": {"text": {"type": "bin", "train": ["a.bin"]}}})
+@pytest.mark.parametrize("field, value", [("block_cross_document_attention", False), ("vocab_size", 300)])
+def test_what_levanter_does_not_hand_on_has_to_be_said(field, value):
+    (missed,) = {"block_cross_document_attention", "vocab_size"} - {field}
+    with pytest.raises(DraccusException, match=f"Missing .*`{missed}`"):
+        draccus.decode(LmDataConfig, {"components": {"text": {"type": "bin", "train": ["a.bin"], field: value}}})
 
 
 @pytest.mark.parametrize("windows", ["consecutive", "random"])
@@ -108,6 +112,53 @@ def test_attention_stays_within_documents_where_that_is_asked_for(tmp_path, wind
     for example in train.get_batch(range(10)):
         documents, _ = example.attn_mask.segment_ids
         np.testing.assert_array_equal(np.diff(documents.array), (example.tokens.array == 0)[:-1])
+
+
+def test_random_windows_follow_the_runs_seed_only_through_the_shuffle(tmp_path):
+    np.arange(800).astype("<u2").tofile(tmp_path / "a.bin")
+    components = data(tmp_path, train=[f"{tmp_path}/a.bin"], vocab_size=800, windows="random").components
+
+    def begins(shuffle, seed: int) -> list[int]:
+        config = LmDataConfig(components=components, shuffle=shuffle)
+        train = config.train_sets(Axis("position", 8), key=jax.random.PRNGKey(seed))["text"].as_sync_dataset()
+        return [int(example.tokens[0]) for example in train.get_batch(range(20))]
+
+    assert begins(True, 3) == begins(True, 3) != begins(True, 4)
+    assert begins(False, 3) == begins(False, 4)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory) -> Path:
+    """A folder with `tokenizer`, of 300 tokens, and `padded`, of 320, made as docs/reproducing.md does."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    stock.write_workspace(folder)
+    stock.pad_tokenizer(folder, 320)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "tokenizer, rows, vocab_size, sentence",
+    [
+        ("tokenizer", None, 300, None),
+        ("tokenizer", None, 299, "is 299, but data.tokenizer, TOKENIZER, which must be the one that wrote its files, has 300 tokens"),
+        ("tokenizer", None, 301, "is 301, but data.tokenizer, TOKENIZER, which must be the one that wrote its files, has 300 tokens"),
+        ("padded", None, 300, None),
+        ("padded", None, 320, "is 320, but data.tokenizer, TOKENIZER, which must be the one that wrote its files, has 300 tokens"),
+        ("passthrough", 300, 300, None),
+        ("passthrough", 320, 300, None),
+        ("passthrough", 299, 300, "is 300, but data.vocab_size, which must not be smaller, is 299"),
+    ],
+)
+def test_the_vocabulary_is_held_to_the_tokenizer(tokenizers, tmp_path, tokenizer, rows, vocab_size, sentence):
+    components = data(tmp_path, train=["a.bin"], vocab_size=vocab_size).components
+    name = tokenizer if tokenizer == "passthrough" else str(tokenizers / tokenizer)
+    config = LmDataConfig(components=components, tokenizer=name, vocab_size=rows)
+    if sentence is None:
+        check_vocabularies(config)
+    else:
+        with pytest.raises(ValueError) as error:
+            check_vocabularies(config)
+        assert str(error.value) == f"vocab_size of the bin component text {sentence.replace('TOKENIZER', name)}"
 
 
 def test_another_length_than_the_models_is_refused_before_training(tmp_path):

@@ -5,13 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import draccus
 import jax
 import jax.numpy as jnp
 import pytest
+from levanter.main.train_lm import TrainLmConfig
 from levanter.optim.config import AdamConfig
 
 from levanter_mars import MarsAdamWConfig
 from levanter_mars.explanation import explain
+from levanter_mars.main.explain import vocabulary_size
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,6 +74,15 @@ def test_levanters_own_optimizers_have_a_state_but_no_rule():
     assert [rule for _, rule in explanation.rows] == [None]
     assert explanation.state_bytes["mu"] == 96
     assert "–" in explanation.table()
+
+
+def test_token_files_of_another_vocabulary_than_the_models_are_refused():
+    component = {"type": "bin", "train": ["a.bin"], "vocab_size": 300, "block_cross_document_attention": False}
+    data = {"tokenizer": "passthrough", "vocab_size": 299, "components": {"text": component}}
+    config = draccus.decode(TrainLmConfig, {"data": data})
+    with pytest.raises(ValueError, match="vocab_size of the bin component text is 300, but data.vocab_size, .*, is 299"):
+        vocabulary_size(config, None)
+    assert vocabulary_size(config, 320) == 320
 
 
 @pytest.mark.slow

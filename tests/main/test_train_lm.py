@@ -3,9 +3,13 @@
 import signal
 import time
 
+import draccus
 import numpy as np
 import pytest
 import stock
+from levanter.main.train_lm import TrainLmConfig
+
+from levanter_mars.main.train_lm import train
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +40,16 @@ def test_a_notice_saves_and_the_same_command_goes_on_from_there(tmp_path):
     np.testing.assert_allclose(
         [*stock.losses(tmp_path, "first"), *stock.losses(tmp_path, "second")], stock.losses(tmp_path, "stock"), rtol=0, atol=1e-6
     )
+
+
+def test_what_does_not_go_with_the_tokenizer_is_refused_at_once(tmp_path):
+    component = {"type": "bin", "train": ["a.bin"], "vocab_size": 300, "block_cross_document_attention": False}
+    data = {"tokenizer": "passthrough", "vocab_size": 299, "components": {"text": component}}
+    with pytest.raises(SystemExit, match="vocab_size of the bin component text is 300, but data.vocab_size, .*, is 299"):
+        train(draccus.decode(TrainLmConfig, {"data": data}))
+    data["vocab_size"] = 300
+    with pytest.raises(SystemExit, match="eval_harness needs a tokenizer .* but data.tokenizer is passthrough"):
+        train(draccus.decode(TrainLmConfig, {"data": data, "eval_harness": {"task_spec": ["hellaswag"]}}))
 
 
 def start_two(folder, config, name, *arguments):

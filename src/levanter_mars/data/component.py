@@ -11,13 +11,16 @@ from draccus.utils import ParsingError
 from haliax import Axis
 from jax.experimental.multihost_utils import process_allgather
 from levanter.data.dataset import AsyncDataset
-from levanter.data.text.datasets import CausalLmDataset, DatasetComponentBase, DirectDatasetComponent
+from levanter.data.text.datasets import CausalLmDataset, DatasetComponentBase, DirectDatasetComponent, LmDataConfig
 from levanter.data.text.examples import GrugLmExample
 
 from levanter_mars.data.token_files import Format, TokenFile, bad_token, first_bad_piece, open_token_files, pieces
 from levanter_mars.data.windows import ConsecutiveWindows, RandomExamples, RandomWindows
 
 Split = Literal["train", "validation"]
+
+# How the tokens begin with which Levanter fills up a tokenizer that has fewer than its model has rows.
+PADDING = "<|padding_"
 
 
 @DatasetComponentBase.register_subclass("bin")
@@ -40,8 +43,8 @@ class TokenFilesComponent(DirectDatasetComponent):
     """`nanogpt`: tokens and nothing else. `fineweb`: shards with a header of 256 int32."""
     seq_len: int = 1024
     """Tokens of a sequence: the model's max_seq_len, or train_seq_len. Levanter refuses another number at the first sequence it reads."""
-    vocab_size: int = 50257
-    """Every token must be below it: the tokenizer's size."""
+    vocab_size: int = field(kw_only=True)
+    """Every token must be below it: the size of the tokenizer that wrote the files. `check_vocabularies` holds it to `data.tokenizer`."""
     block_cross_document_attention: bool = field(kw_only=True)
     """Whether attention stays within documents. `data.block_cross_document_attention` is for components that Levanter tokenizes."""
     eos_id: int | None = None
@@ -49,7 +52,8 @@ class TokenFilesComponent(DirectDatasetComponent):
     check_tokens: bool = True
     """Read all files once before training, to find tokens that are not below vocab_size. The processes of a run share that work."""
     windows: Literal["consecutive", "random"] = "consecutive"
-    """Of training. `consecutive`: in the order that data.shuffle makes. `random`: drawn with replacement, as the published scripts do."""
+    """Of training. `consecutive`: in the order that data.shuffle makes. `random`: drawn with replacement, as the published scripts do, by
+    the run's seed or, where data.shuffle is false, by seed 0."""
 
     def __post_init__(self):
         for name in ("seq_len", "vocab_size"):
@@ -83,6 +87,26 @@ class TokenFilesComponent(DirectDatasetComponent):
         if self.check_tokens:
             check_tokens(files, self.vocab_size)
         return examples
+
+
+def check_vocabularies(data: LmDataConfig) -> None:
+    """Holds the vocabulary of each bin component to the tokenizer, whose size the model has rows for. Loads the tokenizer.
+
+    Levanter's own command does not do this: it shows a component nothing of `data.tokenizer`, and trains on what is not in the model's
+    vocabulary as if nothing were wrong.
+
+    Raises:
+        ValueError: another tokenizer than `data.tokenizer` wrote the files; or that is `passthrough`, and `data.vocab_size` below theirs.
+    """
+    for name, component in data.components.items():
+        if not isinstance(component, TokenFilesComponent):
+            continue
+        said = f"vocab_size of the bin component {name} is {component.vocab_size}, but "
+        if data.tokenizer == "passthrough":
+            if component.vocab_size > data.the_tokenizer.vocab_size:
+                raise ValueError(f"{said}data.vocab_size, which must not be smaller, is {data.vocab_size}")
+        elif component.vocab_size != (size := sum(not token.startswith(PADDING) for token in data.the_tokenizer.get_vocab())):
+            raise ValueError(f"{said}data.tokenizer, {data.tokenizer}, which must be the one that wrote its files, has {size} tokens")
 
 
 def check_tokens(files: Sequence[TokenFile], vocab_size: int) -> None:

@@ -13,6 +13,7 @@ import levanter.config
 from draccus.utils import DraccusException
 from levanter.main.train_lm import TrainLmConfig
 
+from levanter_mars.data.component import check_vocabularies
 from levanter_mars.explanation import explain, trainable_shapes
 
 
@@ -32,13 +33,19 @@ def main(config: ExplainConfig) -> None:
 
 
 def vocabulary_size(config: TrainLmConfig, given: int | None) -> int:
-    """The size `given`, or else the tokenizer's. Ends the process with a sentence if there is neither."""
+    """The size `given`, or else the tokenizer's. Ends the process with a sentence if there is neither.
+
+    Raises:
+        ValueError: token files and the tokenizer do not go together.
+    """
     if given is not None:
         return given
     try:
-        return len(config.data.the_tokenizer)
+        size = len(config.data.the_tokenizer)
     except Exception as error:  # the hub's client, the file system and the tokenizer's parser each have their own
         sys.exit(f"The tokenizer {config.data.tokenizer} cannot be loaded ({type(error).__name__}); give the vocabulary with --vocab_size.")
+    check_vocabularies(config.data)
+    return size
 
 
 if __name__ == "__main__":

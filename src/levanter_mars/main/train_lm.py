@@ -5,6 +5,9 @@
 Takes what `python -m levanter.main.train_lm` takes and is that command, until a process of the run receives SIGTERM, the notice that
 Slurm and clouds give. Then all processes save after the same step and exit with status 75 (EX_TEMPFAIL: try again); the same command,
 given the same run id, goes on from that step.
+
+Refuses before it starts what the stock command finds out late or never: token files of another vocabulary than the tokenizer's, and the
+harness without a tokenizer.
 """
 
 import logging
@@ -19,7 +22,10 @@ import levanter.tracker
 from jax.experimental import multihost_utils
 from levanter.callbacks import StepInfo
 from levanter.checkpoint import CheckpointRetention
+from levanter.main.train_lm import TrainLmConfig
 from levanter.trainer import Trainer
+
+from levanter_mars.data.component import check_vocabularies
 
 PREEMPTED = 75
 
@@ -66,12 +72,23 @@ class PreemptibleTrainer(Trainer):
         return info
 
 
+def train(config: TrainLmConfig) -> None:
+    """Levanter's main. Ends the process with a sentence if token files, tokenizer and harness do not go together."""
+    try:
+        check_vocabularies(config.data)
+    except ValueError as error:
+        sys.exit(str(error))
+    if config.eval_harness is not None and config.data.tokenizer == "passthrough":
+        sys.exit("eval_harness needs a tokenizer to read its tasks, but data.tokenizer is passthrough: name one, or leave eval_harness out")
+    levanter.main.train_lm.main(config)
+
+
 def main() -> None:
     # Stock main has no place for a trainer of another class.
     levanter.main.train_lm.Trainer = PreemptibleTrainer
     status = 0
     try:
-        levanter.config.main(levanter.main.train_lm.main)()
+        levanter.config.main(train)()
     except Preempted as notice:
         levanter.tracker.current_tracker().finish()
         print(notice, file=sys.stderr)
