@@ -26,7 +26,9 @@ from levanter.optim.config import OptimizerConfig
 from levanter.tracker import CompositeTracker
 from levanter.trainer import Trainer, TrainerConfig
 
-import levanter_mars.vision.milestones  # noqa: F401 registers the schedule
+import levanter_mars.vision.cifar  # noqa: F401 these three register types
+import levanter_mars.vision.milestones  # noqa: F401
+import levanter_mars.vision.parquet  # noqa: F401
 from levanter_mars.configs import MarsAdamWConfig
 from levanter_mars.vision.classification import Evaluation, Evaluator, training_loss
 from levanter_mars.vision.figures import draw_curves, draw_predictions
@@ -57,7 +59,7 @@ class TrainVisionConfig:
 
 
 def train(config: TrainVisionConfig, data: Splits, normalization: Normalization) -> Evaluation:
-    """Trains, evaluates every `trainer.steps_per_eval` steps and at the end, and writes LOG_DIR/RUN/{history.jsonl,curves.png,predictions.png}.
+    """Trains, evaluates every `trainer.steps_per_eval` steps and at the end, and writes into LOG_DIR/RUN.
 
     Returns:
         The last evaluation.

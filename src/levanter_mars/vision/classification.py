@@ -26,7 +26,7 @@ def training_loss(
     del key
     logits, _ = model(_normalize(batch.pixels, normalization))
     logits = logits.astype(jnp.float32)
-    Classes = model.head.Out
+    Classes = model.Classes
     loss = hnn.cross_entropy_loss(logits, Classes, hnn.one_hot(batch.labels, Classes), reduction=hax.mean)
     accuracy = hax.mean((hax.argmax(logits, Classes) == batch.labels).astype(jnp.float32))
     return loss, {"accuracy": accuracy.scalar()}
@@ -87,7 +87,7 @@ class Evaluator:
         def log_probabilities(model: ResNet, statistics: list[Statistics], batch: Images) -> NamedArray:
             with hax.axis_mapping(compute_mapping):
                 logits, _ = with_statistics(mp.cast_to_compute(model), statistics)(_normalize(batch.pixels, normalization))
-                Classes = model.head.Out
+                Classes = model.Classes
                 return hnn.log_softmax(logits.astype(jnp.float32), Classes).rearrange((..., Classes))
 
         self._measure, self._log_probabilities = measure, log_probabilities

@@ -25,7 +25,7 @@ class History(Tracker):
         kept = {name: float(jax.device_get(metrics[name])) for name in METRICS if name in metrics}
         if kept and step is not None:
             with self.path.open("a") as file:
-                file.write(json.dumps({"step": int(step), **kept}) + "\n")
+                file.write(json.dumps({"step": step, **kept}) + "\n")
 
     def log_hyperparameters(self, hparams: dict[str, Any]) -> None:
         pass

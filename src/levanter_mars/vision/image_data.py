@@ -89,8 +89,8 @@ class DigitsConfig(ImageDataConfig):
             from sklearn.datasets import load_digits
         except ImportError:
             raise ValueError("data.type digits needs scikit-learn: pip install 'levanter-mars[vision]'") from None
-        digits = load_digits()
-        images = digits.images.astype(np.uint8)[..., None]
-        labels = digits.target.astype(np.int32)
+        pixels, target = load_digits(return_X_y=True)
+        images = np.asarray(pixels, np.uint8).reshape(-1, 8, 8, 1)
+        labels = np.asarray(target, np.int32)
         half = len(images) // 2
         return Splits(ImageSet(images[:half], labels[:half]), ImageSet(images[half:], labels[half:]), tuple(map(str, range(10))))

@@ -84,7 +84,7 @@ class TrainingImages(AsyncDataset[Images]):
         return [self._example(index) for index in indices]
 
     def _example(self, index: int) -> Images:
-        epoch, position = divmod(int(index), len(self.images))
+        epoch, position = divmod(index, len(self.images))
         which = self._order(epoch)[position]
         image = self.augmentation(self.images.images[which], self._random(0, index))
         return _example(image, self.images.labels[which])

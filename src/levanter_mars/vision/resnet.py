@@ -58,7 +58,7 @@ class ResNetConfig:
         Channels = Axis("channels", before)
         # The variance of PyTorch's initial weights, which the published runs begin with; the convolutions have its distribution.
         head = hnn.Linear.init(Channels, Classes, key=head_key, init_scale=1 / math.sqrt(3))
-        return ResNet(Colors, _conv(Colors.size, self.width, 3, 1, key=stem_key), self._norm(self.width), tuple(blocks), head)
+        return ResNet(Colors, Classes, _conv(Colors.size, self.width, 3, 1, key=stem_key), self._norm(self.width), tuple(blocks), head)
 
     def _norm(self, channels: int) -> BatchNorm:
         return BatchNorm.init(Axis("channels", channels), self.batch_norm_epsilon, self.batch_statistics)
@@ -66,6 +66,7 @@ class ResNetConfig:
 
 class ResNet(eqx.Module):
     Colors: Axis = eqx.field(static=True)
+    Classes: Axis = eqx.field(static=True)
     stem: Conv
     norm: BatchNorm
     blocks: "tuple[Block, ...]"
