@@ -73,7 +73,7 @@ def train(config: TrainVisionConfig, data: Splits, normalization: Normalization)
         trackers.append(History(folder / "history.jsonl"))
     loss = functools.partial(training_loss, normalization=normalization)
     optimizer = config.optimizer.build(config.trainer.num_train_steps)
-    with levanter.tracker.current_tracker(CompositeTracker(trackers)), Trainer(config.trainer, optimizer, loss) as trainer:
+    with levanter.tracker.current_tracker(CompositeTracker(trackers)), Trainer(config.trainer, optimizer, loss) as trainer:  # type: ignore[bad-argument-type]
         data_key, model_key, training_key = jrandom.split(jrandom.PRNGKey(config.trainer.seed), 3)
         training_images = TrainingImages(data.train, config.data.augmentation, np.asarray(jrandom.key_data(data_key)))
         evaluate = Evaluations(evaluator(trainer, data, training_images, normalization, config.statistics_batches))
@@ -82,7 +82,7 @@ def train(config: TrainVisionConfig, data: Splits, normalization: Normalization)
         Colors, Classes = Axis("color", data.train.images.shape[-1]), Axis("classes", len(data.classes))
         state = trainer.initial_state(training_key, model_init=lambda: config.model.build(Colors, Classes, key=model_key))
         levanter.tracker.log_summary({"parameter_count": parameter_count(state.model)})
-        trainer.train(state, trainer.data_loader(training_images).iter_from_step(state.step))
+        trainer.train(state, trainer.data_loader(training_images).iter_from_step(int(state.step)))
 
     assert evaluate.last is not None
     if writes:
@@ -118,7 +118,7 @@ class Evaluations:
         self.last: Evaluation | None = None
         self._step = -1
 
-    def __call__(self, info: StepInfo[ResNet]) -> None:
+    def __call__(self, info: StepInfo) -> None:
         if info.step == self._step:  # the hooks run once more at the end
             return
         self.last, self._step = self.evaluator(info.eval_model), info.step

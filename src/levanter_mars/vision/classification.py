@@ -21,15 +21,15 @@ from levanter_mars.vision.resnet import ResNet
 
 def training_loss(
     model: ResNet, batch: Images, *, normalization: Normalization, key: PRNGKeyArray | None = None
-) -> tuple[NamedArray, dict[str, jax.Array]]:
+) -> tuple[NamedArray | jax.Array, dict[str, NamedArray | jax.Array]]:
     """The mean cross-entropy of a batch, in nats, and its accuracy, as `levanter.trainer.Trainer` takes a loss."""
     del key
     logits, _ = model(_normalize(batch.pixels, normalization))
     logits = logits.astype(jnp.float32)
     Classes = model.Classes
     loss = hnn.cross_entropy_loss(logits, Classes, hnn.one_hot(batch.labels, Classes), reduction=hax.mean)
-    accuracy = hax.mean((hax.argmax(logits, Classes) == batch.labels).astype(jnp.float32))
-    return loss, {"accuracy": accuracy.scalar()}
+    accuracy = hax.mean(hax.equal(hax.argmax(logits, Classes), batch.labels).astype(jnp.float32))
+    return loss, {"accuracy": accuracy}
 
 
 class Evaluation(NamedTuple):
