@@ -18,7 +18,6 @@ import jax.random as jrandom
 import levanter.config
 import levanter.tracker
 import levanter.trainer
-import numpy as np
 from draccus.utils import DraccusException, ParsingError
 from haliax import Axis
 from levanter.callbacks import StepInfo
@@ -26,8 +25,8 @@ from levanter.optim.config import OptimizerConfig
 from levanter.tracker import CompositeTracker
 from levanter.trainer import Trainer, TrainerConfig
 
-import levanter_mars.vision.cifar  # noqa: F401 these three register types
-import levanter_mars.vision.milestones  # noqa: F401
+import levanter_mars.vision.cifar
+import levanter_mars.vision.milestones
 import levanter_mars.vision.parquet  # noqa: F401
 from levanter_mars.configs import MarsAdamWConfig
 from levanter_mars.vision.classification import Evaluation, Evaluator, training_loss
@@ -35,7 +34,7 @@ from levanter_mars.vision.figures import draw_curves, draw_predictions
 from levanter_mars.vision.history import History, read_history
 from levanter_mars.vision.image_data import DigitsConfig, ImageDataConfig, Splits
 from levanter_mars.vision.images import Normalization, TestImages, TrainingImages
-from levanter_mars.vision.resnet import ResNet, ResNetConfig, parameter_count
+from levanter_mars.vision.resnet import ResNetConfig, parameter_count
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,13 @@ class TrainVisionConfig:
         if not isinstance(self.trainer.train_batch_size, int):
             raise ParsingError(f"trainer.train_batch_size is {self.trainer.train_batch_size}; train_vision takes one number")
         if self.trainer.allow_nondivisible_batch_size:
-            raise ParsingError("trainer.allow_nondivisible_batch_size must be false: batch normalization would count the padding in")
+            raise ParsingError(
+                "trainer.allow_nondivisible_batch_size is true; train_vision needs it false, as padding would enter the batch statistics"
+            )
+        if self.trainer.max_eval_batches is not None:
+            raise ParsingError(
+                f"trainer.max_eval_batches is {self.trainer.max_eval_batches}; it must be null: all test images are evaluated"
+            )
 
 
 def train(config: TrainVisionConfig, data: Splits, normalization: Normalization) -> Evaluation:
@@ -74,15 +79,19 @@ def train(config: TrainVisionConfig, data: Splits, normalization: Normalization)
     loss = functools.partial(training_loss, normalization=normalization)
     optimizer = config.optimizer.build(config.trainer.num_train_steps)
     with levanter.tracker.current_tracker(CompositeTracker(trackers)), Trainer(config.trainer, optimizer, loss) as trainer:  # type: ignore[bad-argument-type]
-        data_key, model_key, training_key = jrandom.split(jrandom.PRNGKey(config.trainer.seed), 3)
-        training_images = TrainingImages(data.train, config.data.augmentation, np.asarray(jrandom.key_data(data_key)))
+        model_key, training_key = jrandom.split(jrandom.PRNGKey(config.trainer.seed))
+        training_images = TrainingImages(data.train, config.data.augmentation, config.trainer.seed)
         evaluate = Evaluations(evaluator(trainer, data, training_images, normalization, config.statistics_batches))
         trainer.add_hook(evaluate, every=config.trainer.steps_per_eval)
 
         Colors, Classes = Axis("color", data.train.images.shape[-1]), Axis("classes", len(data.classes))
         state = trainer.initial_state(training_key, model_init=lambda: config.model.build(Colors, Classes, key=model_key))
         levanter.tracker.log_summary({"parameter_count": parameter_count(state.model)})
-        trainer.train(state, trainer.data_loader(training_images).iter_from_step(int(state.step)))
+        batches = trainer.data_loader(training_images).iter_from_step(int(state.step))
+        try:
+            trainer.train(state, batches)
+        finally:
+            batches.close()  # an endless one, whose thread would still be at work when Python ends
 
     assert evaluate.last is not None
     if writes:

@@ -37,7 +37,7 @@ class CifarConfig(ImageDataConfig):
         super().__post_init__()
         if self.classes not in CHECKSUMS:
             raise ParsingError(f"data.classes is {self.classes}; it must be 10 or 100")
-        if self.checksum not in (None, "official") and not is_checksum(str(self.checksum)):
+        if self.checksum not in (None, "official") and not is_checksum(self.checksum):
             raise ParsingError(f"data.checksum is {self.checksum!r}; it must be official, null, md5: and 32, or sha256: and 64 hex digits")
 
     def load(self) -> Splits:

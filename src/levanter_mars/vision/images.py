@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import equinox as eqx
-import haliax as hax
 import numpy as np
 from haliax import NamedArray
-from jaxtyping import Int32, UInt8, UInt32
+from jaxtyping import Bool, Int32, Int64, UInt8
 from levanter.data.dataset import AsyncDataset
 
 AXES = ("height", "width", "color")
@@ -21,8 +20,6 @@ class Images(eqx.Module):
     """uint8 [height, width, color]"""
     labels: NamedArray
     """int32 []"""
-    weights: NamedArray
-    """float32 []: 1, or 0 for what fills up a last batch."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +51,30 @@ class Augmentation:
     """Pixels on every side; the crop has the image's size."""
     flip: bool
 
-    def __call__(self, image: UInt8[np.ndarray, "h w c"], random: np.random.Generator) -> UInt8[np.ndarray, "h w c"]:
-        height, width, _ = image.shape
-        top, left = random.integers(2 * self.padding + 1, size=2)
-        flipped = self.flip and random.integers(2)
-        padded = np.pad(image, ((self.padding, self.padding), (self.padding, self.padding), (0, 0)))
+    def draw(self, n: int, random: np.random.Generator) -> "Variations":
+        """Draws a crop and a flip for each of `n` images."""
+        tops, lefts = random.integers(2 * self.padding + 1, size=(2, n))
+        return Variations(self.padding, tops, lefts, random.integers(2, size=n).astype(bool) & self.flip)
+
+
+@dataclass(frozen=True)
+class Variations:
+    """What is done to each of n images."""
+
+    padding: int
+    tops: Int64[np.ndarray, " n"]
+    lefts: Int64[np.ndarray, " n"]
+    """Where the crop begins in the padded image."""
+    flips: Bool[np.ndarray, " n"]
+
+    def apply(self, i: int, image: UInt8[np.ndarray, "h w c"]) -> UInt8[np.ndarray, "h w c"]:
+        """Varies an image as the i-th."""
+        height, width, colors = image.shape
+        pad, top, left = self.padding, self.tops[i], self.lefts[i]
+        padded = np.zeros((height + 2 * pad, width + 2 * pad, colors), np.uint8)
+        padded[pad : pad + height, pad : pad + width] = image
         crop = padded[top : top + height, left : left + width]
-        return np.ascontiguousarray(crop[:, ::-1] if flipped else crop)
+        return crop[:, ::-1] if self.flips[i] else crop
 
 
 class TrainingImages(AsyncDataset[Images]):
@@ -70,9 +84,9 @@ class TrainingImages(AsyncDataset[Images]):
     the same.
     """
 
-    def __init__(self, images: ImageSet, augmentation: Augmentation, seed: UInt32[np.ndarray, "2"]):
-        self.images, self.augmentation, self.seed = images, augmentation, np.asarray(seed, np.uint64)
-        self._order = functools.lru_cache(maxsize=2)(self._permutation)
+    def __init__(self, images: ImageSet, augmentation: Augmentation, seed: int):
+        self.images, self.augmentation, self.seed = images, augmentation, seed
+        self._epoch = functools.lru_cache(maxsize=2)(self._draw_epoch)
 
     async def async_len(self) -> int:
         raise ValueError("training images have no end")
@@ -81,20 +95,17 @@ class TrainingImages(AsyncDataset[Images]):
         return False
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[Images]:
-        return [self._example(index) for index in indices]
+        return [self._image(index) for index in indices]
 
-    def _example(self, index: int) -> Images:
-        epoch, position = divmod(index, len(self.images))
-        which = self._order(epoch)[position]
-        image = self.augmentation(self.images.images[which], self._random(0, index))
-        return _example(image, self.images.labels[which])
+    def _image(self, index: int) -> Images:
+        epoch, i = divmod(index, len(self.images))
+        order, variations = self._epoch(epoch)
+        which = order[i]
+        return _named(variations.apply(i, self.images.images[which]), self.images.labels[which])
 
-    def _permutation(self, epoch: int) -> np.ndarray:
-        return self._random(1, epoch).permutation(len(self.images))
-
-    def _random(self, purpose: int, index: int) -> np.random.Generator:
-        # A counter-based generator: the two highest words give each purpose and index a stream of its own.
-        return np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, purpose, index]))
+    def _draw_epoch(self, epoch: int) -> tuple[Int64[np.ndarray, " n"], Variations]:
+        random = np.random.default_rng([self.seed, epoch])
+        return random.permutation(len(self.images)), self.augmentation.draw(len(self.images), random)
 
 
 class TestImages(AsyncDataset[Images]):
@@ -112,8 +123,9 @@ class TestImages(AsyncDataset[Images]):
         return True
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[Images]:
-        return [_example(self.images.images[index], self.images.labels[index]) for index in indices]
+        return [_named(self.images.images[index], self.images.labels[index]) for index in indices]
 
 
-def _example(image: UInt8[np.ndarray, "h w c"], label: np.int32) -> Images:
-    return Images(hax.named(image, AXES), hax.named(np.asarray(label, np.int32), ()), hax.named(np.ones((), np.float32), ()))
+def _named(image: UInt8[np.ndarray, "h w c"], label: np.int32) -> Images:
+    # Not hax.named, which would make an array of JAX's of every image.
+    return Images(NamedArray(image, AXES), NamedArray(np.asarray(label), ()))  # type: ignore[bad-argument-type]
