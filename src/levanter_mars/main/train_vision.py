@@ -24,6 +24,7 @@ from levanter.callbacks import StepInfo
 from levanter.optim.config import OptimizerConfig
 from levanter.tracker import CompositeTracker
 from levanter.trainer import Trainer, TrainerConfig
+from levanter.utils.jax_utils import parameter_count
 
 import levanter_mars.vision.cifar
 import levanter_mars.vision.milestones
@@ -34,7 +35,7 @@ from levanter_mars.vision.figures import draw_curves, draw_predictions
 from levanter_mars.vision.history import History, read_history
 from levanter_mars.vision.image_data import DigitsConfig, ImageDataConfig, Splits
 from levanter_mars.vision.images import Normalization, TestImages, TrainingImages
-from levanter_mars.vision.resnet import ResNetConfig, parameter_count
+from levanter_mars.vision.resnet import ResNetConfig
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from typing import get_args
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
-import jax
 import jax.random as jrandom
 from draccus.utils import ParsingError
 from haliax import Axis, NamedArray
@@ -130,7 +129,3 @@ def _conv(before: int, width: int, size: int, stride: int, *, key: PRNGKeyArray)
 def _convolve(conv: Conv, x: NamedArray) -> NamedArray:
     # Kept sharded by the batch, so that the compiler gathers the filters, which may be sharded (FSDP), and not the images.
     return hax.auto_sharded(conv(x.astype(conv.weight.dtype)))
-
-
-def parameter_count(model: ResNet) -> int:
-    return sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)))
