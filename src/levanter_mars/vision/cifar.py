@@ -87,7 +87,7 @@ def _read(path: Path, members: list[str]) -> dict[str, dict]:
 def _unpickle(path: Path, name: str, file: Any) -> dict:
     try:
         content = _ArraysOnly(io.BytesIO(file.read()), encoding="latin1").load()
-    except (pickle.UnpicklingError, ValueError, KeyError, IndexError, AttributeError, TypeError, EOFError) as error:
+    except Exception as error:  # a corrupt pickle may end in any
         raise ValueError(f"{path}: {name} is corrupt: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: {name} holds a {type(content).__name__}, but must hold a dictionary")

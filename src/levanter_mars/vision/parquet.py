@@ -5,10 +5,12 @@ import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import fsspec
 import numpy as np
 from draccus.utils import ParsingError
+from jaxtyping import Int32, UInt8
 
 from levanter_mars.vision.files import is_checksum, local_file
 from levanter_mars.vision.image_data import ImageDataConfig, Splits
@@ -43,22 +45,20 @@ class ParquetConfig(ImageDataConfig):
                 raise ParsingError(f"data.checksums of {name} is {checksum!r}; it must be md5: and 32, or sha256: and 64 hex digits")
 
     def load(self) -> Splits:
-        train, names = self._split(self.train)
-        test, _ = self._split(self.test)
-        count = len(names) if names else int(max(train.labels.max(), test.labels.max())) + 1
-        for split, images in (("train", train), ("test", test)):
-            if images.labels.min() < 0 or images.labels.max() >= count:
-                raise ValueError(
-                    f"data.{split}: labels must be from 0 to {count - 1}, but reach {images.labels.min()} or {images.labels.max()}"
-                )
-        return Splits(train, test, tuple(names or map(str, range(count))))
+        train, test = self._read_all(self.train), self._read_all(self.test)
+        names = train[0].class_names
+        count = len(names) if names else 1 + max(int(file.labels.max()) for file in train + test)
+        for file in train + test:
+            wrong = file.labels[(file.labels < 0) | (file.labels >= count)]
+            if len(wrong):
+                raise ValueError(f"{file.path}: labels must be from 0 to {count - 1}, but one is {wrong[0]}")
+        return Splits(_join(train), _join(test), tuple(names or map(str, range(count))))
 
-    def _split(self, patterns: list[str]) -> tuple[ImageSet, list[str] | None]:
-        files = list(itertools.chain.from_iterable(map(_expand, patterns)))
-        read = [self._read(local_file(file, self.cache_dir, self.checksums.get(Path(file).name))) for file in files]
-        return ImageSet(np.concatenate([x[0] for x in read]), np.concatenate([x[1] for x in read])), read[0][2]
+    def _read_all(self, patterns: list[str]) -> "list[_File]":
+        files = itertools.chain.from_iterable(map(_expand, patterns))
+        return [self._read(local_file(file, self.cache_dir, self.checksums.get(Path(file).name))) for file in files]
 
-    def _read(self, path: Path) -> tuple[np.ndarray, np.ndarray, list[str] | None]:
+    def _read(self, path: Path) -> "_File":
         # Imported late: only this type needs them.
         import pyarrow
         import pyarrow.parquet
@@ -88,7 +88,18 @@ class ParquetConfig(ImageDataConfig):
             labels = table[self.label_column].to_numpy().astype(np.int32, casting="same_kind")
         except (TypeError, pyarrow.ArrowException):
             raise ValueError(f"{path}: column {self.label_column} does not hold whole numbers") from None
-        return images, labels, _class_names(table.schema.metadata, self.label_column)
+        return _File(path, images, labels, _class_names(table.schema.metadata, self.label_column))
+
+
+class _File(NamedTuple):
+    path: Path
+    images: UInt8[np.ndarray, "n height width color"]
+    labels: Int32[np.ndarray, " n"]
+    class_names: list[str] | None
+
+
+def _join(files: list[_File]) -> ImageSet:
+    return ImageSet(np.concatenate([file.images for file in files]), np.concatenate([file.labels for file in files]))
 
 
 def _class_names(metadata: dict[bytes, bytes] | None, column: str) -> list[str] | None:
