@@ -49,7 +49,7 @@ def local_file(source: str, cache_dir: str, checksum: str | None) -> Path:
 def _copy(filesystem: fsspec.AbstractFileSystem, path: str, file: BinaryIO, source: str) -> None:
     try:
         with filesystem.open(path, "rb") as remote:
-            shutil.copyfileobj(remote, file, 1 << 20)
+            shutil.copyfileobj(remote, file, 1 << 20)  # type: ignore[bad-argument-type]
     except FileNotFoundError:
         raise FileNotFoundError(f"{source} does not exist") from None
     except Exception as error:  # each kind of file system raises its own
