@@ -38,19 +38,26 @@ OPTIMIZERS = {
 class Study:
     optimizers: list[str] = field(default_factory=lambda: list(OPTIMIZERS))
     seeds: int = 3
+    steps: int = 150
     folder: Path = Path("build/vision/study")
 
 
-def run(name: str, seed: int, folder: Path) -> dict[str, dict[int, float]]:
+def run(name: str, seed: int, steps: int, folder: Path) -> dict[str, dict[int, float]]:
     """The history of one run, read if it is there and complete."""
     document = yaml.safe_load(DIGITS.read_text())
     schedule = {key: document["optimizer"][key] for key in ("warmup", "lr_schedule")}
     rest = {} if name == "AdamW" else {"learning_rate_1d": 3e-3, "weight_decay_1d": 0.0}
     document["optimizer"] = copy.deepcopy(OPTIMIZERS[name]) | rest | schedule
-    run_id = f"{list(OPTIMIZERS).index(name)}-{seed}"
-    document["trainer"] |= {"id": run_id, "seed": seed, "log_dir": str(folder), "jax_compilation_cache_dir": str(folder / "compiled")}
+    run_id = f"{list(OPTIMIZERS).index(name)}-{seed}-{steps}"
+    document["trainer"] |= {
+        "id": run_id,
+        "seed": seed,
+        "num_train_steps": steps,
+        "log_dir": str(folder),
+        "jax_compilation_cache_dir": str(folder / "compiled"),
+    }
     document["trainer"]["checkpointer"]["base_path"] = str(folder / "checkpoints")
-    history, steps = folder / run_id / "history.jsonl", document["trainer"]["num_train_steps"]
+    history = folder / run_id / "history.jsonl"
     if steps - 1 not in read_history(history)["eval/accuracy"]:
         config = draccus.decode(TrainVisionConfig, document)
         data = config.data.load()
@@ -62,10 +69,10 @@ def main(study: Study) -> None:
     logging.disable(logging.WARNING)
     rows = {}
     for name in study.optimizers:
-        histories = [run(name, seed, study.folder) for seed in range(study.seeds)]
+        histories = [run(name, seed, study.steps, study.folder) for seed in range(study.seeds)]
         last = {metric: [list(history[metric].values())[-1] for history in histories] for metric in ("eval/accuracy", "eval/loss")}
-        half = [list(history["eval/accuracy"].values())[0] for history in histories]
-        rows[name] = {"accuracy": last["eval/accuracy"], "loss": last["eval/loss"], "accuracy after 50 steps": half}
+        early = [list(history["eval/accuracy"].values())[0] for history in histories]
+        rows[name] = {"accuracy": last["eval/accuracy"], "loss": last["eval/loss"], "accuracy after 50 steps": early}
         print(json.dumps({name: rows[name]}), flush=True)
     print("| | test accuracy, % | test loss | accuracy after 50 steps, % |\n|---|---|---|---|")
     for name, row in rows.items():
