@@ -59,10 +59,10 @@ def test_digits(tmp_path):
     done = command(tmp_path, "--config", str(DIGITS), "--trainer.id", "run")
     assert done.returncode == 0, done.stderr[-3000:]
     logged = history(tmp_path / "build" / "vision", "run")
-    assert list(logged["train/loss"]) == list(logged["train/accuracy"]) == list(range(300))
-    assert list(logged["eval/loss"]) == list(logged["eval/accuracy"]) == list(range(49, 300, 50))
-    assert logged["eval/accuracy"][299] >= 0.97
-    assert f"test accuracy    {100 * logged['eval/accuracy'][299]:.2f} % of 899 images" in done.stdout
+    assert list(logged["train/loss"]) == list(logged["train/accuracy"]) == list(range(400))
+    assert list(logged["eval/loss"]) == list(logged["eval/accuracy"]) == list(range(49, 400, 50))
+    assert logged["eval/accuracy"][399] >= 0.97
+    assert f"test accuracy    {100 * logged['eval/accuracy'][399]:.2f} % of 899 images" in done.stdout
     for picture in ("curves.png", "predictions.png"):
         drawn = imread(tmp_path / "build" / "vision" / "logs" / "run" / picture)[..., :3]
         assert (drawn < 0.5).any(axis=-1).mean() > 0.01  # more ink than that of titles
