@@ -32,9 +32,8 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def small(run: str, **trainer) -> dict:
-    """A run of twelve steps, evaluated twice, whose channels divide by 8 and whose filters are orthogonalized."""
+    """A run of twelve steps, evaluated twice, whose channels divide by 8."""
     config = yaml.safe_load(DIGITS.read_text())
-    config["optimizer"] = {"type": "mars-m", "learning_rate": 3e-3, "newton_schulz_dtype": "float32"}
     config["model"] = {"width": 8, "blocks": [1, 1]}
     config["statistics_batches"] = 4
     config["trainer"] |= {"id": run, "num_train_steps": STEPS, "train_batch_size": 16, "steps_per_eval": 6, "mp": "f32"}
