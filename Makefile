@@ -82,9 +82,9 @@ COMPILE := .uv/bin/uv pip compile --quiet --universal --python-version 3.12 --ge
 
 .PHONY: lock
 lock: $(UV)
-	$(COMPILE) pyproject.toml --extra test --output-file requirements/cpu.txt
-	$(COMPILE) pyproject.toml --extra gpu --output-file requirements/gpu.txt
-	$(COMPILE) pyproject.toml --extra tpu --output-file requirements/tpu.txt
+	$(COMPILE) pyproject.toml --extra test --extra vision --output-file requirements/cpu.txt
+	$(COMPILE) pyproject.toml --extra gpu --extra vision --output-file requirements/gpu.txt
+	$(COMPILE) pyproject.toml --extra tpu --extra vision --output-file requirements/tpu.txt
 	echo "libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'" | $(COMPILE) - --constraint requirements/tpu.txt --output-file requirements/preflight.txt
 	echo "lm-eval>=0.4.13" | $(COMPILE) - --constraint requirements/cpu.txt --output-file requirements/eval.txt
 	echo triton | $(COMPILE) requirements/torch.in --constraint requirements/cpu.txt --excludes /dev/stdin --output-file requirements/torch.txt

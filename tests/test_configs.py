@@ -399,13 +399,15 @@ CHANGES_OF = {
 
 
 # The schedule is the same code for every type. What diagnostics_every does is no update: tests/test_diagnostics.py. What
-# newton_schulz_layout does shows on several devices: tests/distributed/test_layout.py.
+# newton_schulz_layout does shows on several devices: tests/distributed/test_layout.py. The model has no filters for convolutions:
+# tests/test_convolutions.py.
 OF_THE_SCHEDULE = {"min_lr_ratio", "warmup", "decay", "rewarmup", "cooldown", "cycle_length", "cycles", "haps", "lr_schedule"}
 FIELDS = [
     (name, field.name)
     for name, config in CONFIGS.items()
     for field in dataclasses.fields(config)
-    if field.name not in ("diagnostics_every", "newton_schulz_layout") and (name == "mars-adamw" or field.name not in OF_THE_SCHEDULE)
+    if field.name not in ("diagnostics_every", "newton_schulz_layout", "convolutions")
+    and (name == "mars-adamw" or field.name not in OF_THE_SCHEDULE)
 ]
 
 

@@ -58,6 +58,9 @@ class MarsOptimizerConfig(OptimizerConfig):
     """Clip the corrected gradient of each tensor by its own norm (tensor), of all that follow one rule together (global), or not (null).
     Without it mars-lion, mars-shampoo and mars-m store no gradient."""
     correction_clip_norm: float = 1.0
+    convolutions: str = "vector"
+    """What a convolution's filters follow: matrix, each the matrix out × (in·height·width), or vector, the rule of what is no matrix, as in
+    the release."""
     exact: bool = False
     """Correct by the gradient of this step's batch at the previous parameters, which costs a second gradient."""
     momentum_dtype: str | None = None
@@ -89,7 +92,7 @@ class MarsOptimizerConfig(OptimizerConfig):
     def rules(self, params: PyTree) -> PyTree[Rule]:
         """What every parameter gets, in a tree that is a prefix of `params` (a model, or its shapes)."""
         mask = self.build_weight_decay_mask()
-        given = {name: value for name, value in vars(self).items() if name in ("optimize_1d", "embeddings")}
+        given = {name: value for name, value in vars(self).items() if name in ("optimize_1d", "embeddings", "convolutions")}
         labels = assign_rules(cast(Label, self.get_choice_name(type(self))), params, **given)
         decayed = jax.tree.map(lambda _: True, labels) if mask is None else mask(params)
         factor_1d = 1.0 if self.learning_rate_1d is None else self.learning_rate_1d / self.learning_rate
@@ -171,6 +174,7 @@ class MarsShampooConfig(MarsOptimizerConfig):
     """Decay rate of the second moment of what is no matrix, under optimize_1d."""
     optimize_1d: bool = False
     """Give what is no matrix the update of mars-adamw, with learning_rate and weight_decay."""
+    convolutions: str = "matrix"
     newton_schulz_steps: int = 5
     newton_schulz_dtype: str = "bfloat16"
     """Of the iteration; float32 agrees with the release to rounding."""
@@ -197,6 +201,7 @@ class MarsMConfig(MarsOptimizerConfig):
     weight_decay_1d: float | None = None
     """Decay of what is no matrix; null for weight_decay."""
     default_weight_decay_mask: bool | None = False
+    convolutions: str = "matrix"
     newton_schulz_steps: int = 5
     newton_schulz_dtype: str = "bfloat16"
     """Of the iteration; float32 agrees with the release to rounding."""

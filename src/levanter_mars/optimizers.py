@@ -11,6 +11,8 @@ Matrices (layer by layer, expert by expert) follow MARS and everything else foll
     correction_clip      "tensor" clips each corrected tensor by its own norm, "global" all that follow one rule by their common norm,
                          None none
     correction_clip_norm              the largest norm that this clip lets through
+    convolutions         what a convolution's filters follow: "matrix", each the matrix out × (in·height·width), or "vector", the rule of
+                         what is no matrix, as in the release. The first is the default where matrices are orthogonalized
     exact                correct by the gradient of the step's batch at the previous parameters. It costs a second gradient: `update`
                          needs `obj_fn`, the loss of the step as a function of the parameters
     momentum_dtype, last_gradient_dtype   of the stored momenta and gradient, "bfloat16" or "float32"; None for the parameters'
@@ -44,6 +46,7 @@ from levanter_mars.steps import apply_clip_factor, safe_step
 
 Label = Literal["mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "adamw", "adamw-embeddings"]
 Embeddings = Literal["matrix", "adamw"]
+Convolutions = Literal["matrix", "vector"]
 Mask = PyTree[bool] | Callable[[optax.Params], PyTree[bool]] | None
 Transformation = optax.GradientTransformationExtraArgs
 Rules = dict[Label, Transformation]
@@ -66,6 +69,7 @@ def mars_adamw(
     max_grad_norm: float | None = None,
     correction_clip: Clip | None = "tensor",
     correction_clip_norm: float = 1.0,
+    convolutions: Convolutions = "vector",
     *,
     exact: bool = False,
     momentum_dtype: DTypeLike | None = None,
@@ -103,7 +107,7 @@ def mars_adamw(
         "mars-adamw": parts.rule([parts.correction(), adam], weight_decay, weight_decay_mask, learning_rate),
         "adamw": parts.rule([apply_clip_factor(), adam_1d], weight_decay_1d, None, learning_rate_1d),
     }
-    labels = functools.partial(assign_rules, "mars-adamw", optimize_1d=optimize_1d, axis_roles=axis_roles)
+    labels = functools.partial(assign_rules, "mars-adamw", optimize_1d=optimize_1d, convolutions=convolutions, axis_roles=axis_roles)
     return parts.optimizer(rules, labels, max_grad_norm, diagnostics_every)
 
 
@@ -122,6 +126,7 @@ def mars_lion(
     max_grad_norm: float | None = None,
     correction_clip: Clip | None = "tensor",
     correction_clip_norm: float = 1.0,
+    convolutions: Convolutions = "vector",
     *,
     exact: bool = False,
     momentum_dtype: DTypeLike | None = None,
@@ -157,7 +162,7 @@ def mars_lion(
         "mars-lion": parts.rule([parts.momentum(), optax.scale_by_sign()], weight_decay, weight_decay_mask, learning_rate),
         "adamw": parts.rule([apply_clip_factor(), adam_1d], weight_decay_1d, None, learning_rate_1d),
     }
-    labels = functools.partial(assign_rules, "mars-lion", optimize_1d=optimize_1d, axis_roles=axis_roles)
+    labels = functools.partial(assign_rules, "mars-lion", optimize_1d=optimize_1d, convolutions=convolutions, axis_roles=axis_roles)
     return parts.optimizer(rules, labels, max_grad_norm, diagnostics_every)
 
 
@@ -182,6 +187,7 @@ def mars_shampoo(
     newton_schulz_coefficients: str = "jordan",
     newton_schulz_layout: Layout = "auto",
     embeddings: Embeddings = "matrix",
+    convolutions: Convolutions = "matrix",
     *,
     exact: bool = False,
     momentum_dtype: DTypeLike | None = None,
@@ -235,7 +241,9 @@ def mars_shampoo(
     }
     if optimize_1d:
         rules["mars-adamw"] = parts.rule([parts.correction(), adam], weight_decay, weight_decay_mask, learning_rate)
-    labels = functools.partial(assign_rules, "mars-shampoo", optimize_1d=optimize_1d, embeddings=embeddings, axis_roles=axis_roles)
+    labels = functools.partial(
+        assign_rules, "mars-shampoo", optimize_1d=optimize_1d, embeddings=embeddings, convolutions=convolutions, axis_roles=axis_roles
+    )
     return parts.optimizer(rules, labels, max_grad_norm, diagnostics_every)
 
 
@@ -258,6 +266,7 @@ def mars_m(
     newton_schulz_coefficients: str = "jordan",
     newton_schulz_layout: Layout = "auto",
     embeddings: Embeddings = "adamw",
+    convolutions: Convolutions = "matrix",
     *,
     exact: bool = False,
     momentum_dtype: DTypeLike | None = None,
@@ -306,7 +315,7 @@ def mars_m(
         "adamw": parts.rule([apply_clip_factor(), adam], weight_decay_1d, None, learning_rate_1d),
         "adamw-embeddings": parts.rule([apply_clip_factor(), adam], weight_decay, weight_decay_mask, learning_rate_1d),
     }
-    labels = functools.partial(assign_rules, "mars-m", embeddings=embeddings, axis_roles=axis_roles)
+    labels = functools.partial(assign_rules, "mars-m", embeddings=embeddings, convolutions=convolutions, axis_roles=axis_roles)
     return parts.optimizer(rules, labels, max_grad_norm, diagnostics_every)
 
 
@@ -316,6 +325,7 @@ def assign_rules(
     *,
     optimize_1d: bool = False,
     embeddings: Embeddings = "matrix",
+    convolutions: Convolutions = "vector",
     axis_roles: RolesOrFn | None = None,
 ) -> PyTree[Label]:
     """Names the rule that every parameter follows, in a tree that is a prefix of `params`, as `optax.partition` takes it.
@@ -323,11 +333,11 @@ def assign_rules(
     Args:
         matrices: the rule of matrices.
         params: a model, or its shapes.
-        optimize_1d, embeddings, axis_roles: as the optimizers have them.
+        optimize_1d, embeddings, convolutions, axis_roles: as the optimizers have them.
     """
 
     def rule(parameter: Parameter) -> Label:
-        if parameter.kind == "matrix":
+        if parameter.kind == "matrix" or (parameter.is_filter and convolutions == "matrix"):
             return "adamw-embeddings" if parameter.embedding and embeddings == "adamw" else matrices
         if not optimize_1d:
             return "adamw"

@@ -74,6 +74,11 @@ class Parameter:
     """Whether it is an embedding's table, or the head: a matrix from features to the vocabulary of one."""
 
     @property
+    def is_filter(self) -> bool:
+        """Whether it is a convolution's filter: neither matrix nor vector, but its module says what its inputs and outputs are."""
+        return self.kind == "other" and bool(self.inputs) and bool(self.outputs)
+
+    @property
     def stack_shape(self) -> tuple[int, ...]:
         return tuple(self.shape[i] for i in self.stack)
 

@@ -61,6 +61,7 @@ RANGES: Mapping[str, Range] = {
     "newton_schulz_dtype": Range('"bfloat16" or "float32"', lambda x: x in ("bfloat16", "float32")),
     "newton_schulz_coefficients": Range(f"one of {', '.join(sorted(COEFFICIENTS))}", lambda x: x in COEFFICIENTS),
     "newton_schulz_layout": Range('"auto" or "replicated"', lambda x: x in ("auto", "replicated")),
+    "convolutions": Range('"matrix" or "vector"', lambda x: x in ("matrix", "vector")),
     "embeddings": Range('"matrix" or "adamw"', lambda x: x in ("matrix", "adamw")),
 }
 

@@ -1,0 +1,1 @@
+"""Image classification on Levanter's trainer: a ResNet with named axes, CIFAR and scikit-learn's digits, precise batch normalization."""

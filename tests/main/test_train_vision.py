@@ -1,0 +1,111 @@
+"""`train_vision` in processes of its own: the digits, several devices, a run that goes on, and what it refuses."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import checkpoints
+import forked
+import numpy as np
+import pytest
+import yaml
+from draccus.utils import ParsingError
+from levanter.trainer import TrainerConfig
+from matplotlib.image import imread
+
+from levanter_mars.main.train_vision import TrainVisionConfig
+from levanter_mars.vision.history import read_history
+
+pytestmark = pytest.mark.slow
+
+MODULE = "levanter_mars.main.train_vision"
+DIGITS = Path(__file__).parents[2] / "config" / "vision" / "digits.yaml"
+STEPS, SAVED = 12, 5
+"""Levanter counts steps from 0."""
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run([sys.executable, "-m", MODULE, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def small(run: str, **trainer) -> dict:
+    """A run of twelve steps, evaluated twice, whose channels divide by 8."""
+    config = yaml.safe_load(DIGITS.read_text())
+    config["model"] = {"width": 8, "blocks": [1, 1]}
+    config["statistics_batches"] = 4
+    config["trainer"] |= {"id": run, "num_train_steps": STEPS, "train_batch_size": 16, "steps_per_eval": 6, "mp": "f32"}
+    config["trainer"] |= {"log_dir": "logs", "per_device_eval_parallelism": 32} | trainer
+    config["trainer"]["checkpointer"] = {"base_path": "checkpoints", "save_interval": "1h", "keep": [{"every": SAVED}]}
+    return config
+
+
+def history(folder: Path, run: str) -> dict[str, dict[int, float]]:
+    return read_history(folder / "logs" / run / "history.jsonl")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with the small run, from beginning to end on one device."""
+    folder = tmp_path_factory.mktemp("vision")
+    forked.run(folder, small("straight"), "straight", module=MODULE)
+    return folder
+
+
+def test_digits(tmp_path):
+    done = command(tmp_path, "--config", str(DIGITS), "--trainer.id", "run")
+    assert done.returncode == 0, done.stderr[-3000:]
+    logged = history(tmp_path / "build" / "vision", "run")
+    assert list(logged["train/loss"]) == list(logged["train/accuracy"]) == list(range(400))
+    assert list(logged["eval/loss"]) == list(logged["eval/accuracy"]) == list(range(49, 400, 50))
+    assert logged["eval/accuracy"][399] >= 0.97
+    assert f"test accuracy    {100 * logged['eval/accuracy'][399]:.2f} % of 899 images" in done.stdout
+    for picture in ("curves.png", "predictions.png"):
+        drawn = imread(tmp_path / "build" / "vision" / "logs" / "run" / picture)[..., :3]
+        assert (drawn < 0.5).any(axis=-1).mean() > 0.01  # more ink than that of titles
+
+
+def test_a_resumed_run_is_the_run(folder):
+    assert checkpoints.complete(folder / "checkpoints" / "straight") == [SAVED, 2 * SAVED, STEPS - 1]
+    checkpoints.copy(folder / "checkpoints" / "straight", SAVED, to=folder / "checkpoints" / "resumed")
+    forked.run(folder, small("resumed"), "resumed", module=MODULE)
+
+    straight, resumed = history(folder, "straight"), history(folder, "resumed")
+    assert list(resumed["train/loss"]) == list(range(SAVED + 1, STEPS))
+    for metric, values in resumed.items():
+        assert values == {step: straight[metric][step] for step in values}
+    a, b = (checkpoints.arrays(folder / "checkpoints" / run / f"step-{STEPS - 1}") for run in ("straight", "resumed"))
+    assert a.keys() == b.keys()
+    assert [key for key in a if a[key] != b[key]] == []
+
+
+def test_eight_devices_that_share_the_parameters_agree_with_one(folder):
+    sharded = small("eight", mesh={"param_mapping": {"channels": "data"}}, per_device_eval_parallelism=4)
+    forked.run(folder, sharded, "eight", module=MODULE, devices=8)
+    one, eight = history(folder, "straight"), history(folder, "eight")
+    for metric, tolerance in (("train/loss", 1e-4), ("eval/loss", 1e-4), ("train/accuracy", 0), ("eval/accuracy", 2 / 899)):
+        assert one[metric].keys() == eight[metric].keys()
+        np.testing.assert_allclose(list(eight[metric].values()), list(one[metric].values()), atol=tolerance, rtol=0)
+
+
+def test_a_missing_archive_ends_the_command_with_its_name(tmp_path):
+    done = command(tmp_path, "--config", str(DIGITS), "--data.type", "cifar", "--data.archive", "nowhere.tar.gz")
+    assert done.returncode != 0
+    assert done.stderr.strip().splitlines()[-1] == "nowhere.tar.gz does not exist"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "fields, trainer, sentence",
+    [
+        ({"statistics_batches": 0}, {}, "statistics_batches is 0; it must be at least 1"),
+        ({}, {"max_eval_batches": 3}, "trainer.max_eval_batches is 3; it must be null: all test images are evaluated"),
+        ({}, {"allow_nondivisible_batch_size": True}, "trainer.allow_nondivisible_batch_size is true; train_vision needs it false"),
+        ({}, {"train_batch_size": []}, "trainer.train_batch_size is []; train_vision takes one number"),
+    ],
+)
+def test_what_it_refuses(fields, trainer, sentence):
+    with pytest.raises(ParsingError, match=re.escape(sentence)):
+        TrainVisionConfig(trainer=TrainerConfig(**trainer), **fields)
