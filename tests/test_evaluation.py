@@ -19,6 +19,7 @@ from levanter.checkpoint import latest_checkpoint_path, load_checkpoint
 from levanter.layers.attention import AttentionMask
 from levanter.models.gpt2 import Gpt2Config
 from levanter.utils.jax_utils import is_inexact_arrayish, local_cpu_mesh
+from torch_python import python_with_torch
 
 pytestmark = pytest.mark.slow
 
@@ -28,9 +29,6 @@ STEPS = 60
 QUESTIONS = 12
 ROWS = 320  # of 300 tokens, as the published runs have 50,304 of 50,257
 HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
-# In an environment of its own, because the libraries that it brings for CUDA would meet JAX's.
-TORCH = REPOSITORY / ".torch" / "bin" / "python"
-PYTHON_WITH_TORCH = os.environ.get("LEVANTER_MARS_TORCH_PYTHON", str(TORCH) if TORCH.exists() else None)
 needs_harness = pytest.mark.skipif(not HAS_HARNESS, reason="lm-eval is not installed: requirements/eval.txt")
 
 
@@ -120,12 +118,11 @@ def test_transformers_loads_the_export_and_gives_the_same_logits(trained):
     settings = json.loads((trained / "hf" / "config.json").read_text())
     assert (settings["vocab_size"], settings["model_type"]) == (ROWS, "gpt2")
     assert (settings["scale_attn_by_inverse_layer_idx"], settings["tie_word_embeddings"]) == (True, True)
-    if PYTHON_WITH_TORCH is None:
-        pytest.skip("torch is not installed: make .torch/.installed, or name a Python that has it in LEVANTER_MARS_TORCH_PYTHON")
+    python = python_with_torch()
     tokens = np.random.default_rng(0).integers(0, ROWS, (4, 32))
     np.save(trained / "tokens.npy", tokens)
     script = Path(__file__).parent / "torch_logits.py"
-    subprocess.run([PYTHON_WITH_TORCH, script, "hf", "tokens.npy", "logits.npy"], cwd=trained, check=True)
+    subprocess.run([python, script, "hf", "tokens.npy", "logits.npy"], cwd=trained, check=True)
     with jax.default_matmul_precision("highest"):
         expected = levanter_logits(trained, tokens)
     assert expected.std() > 0.5

@@ -1,9 +1,6 @@
 """The ResNet: its size, its logits beside a PyTorch ResNet-18's of the same weights, and its sizes on small images."""
 
-import importlib.util
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import equinox as eqx
@@ -16,6 +13,7 @@ import pytest
 from draccus.utils import ParsingError
 from haliax import Axis
 from levanter.utils.jax_utils import parameter_count
+from torch_python import python_with_torch
 
 from levanter_mars.vision.batch_norm import BatchNorm, measured, with_statistics
 from levanter_mars.vision.resnet import ResNet, ResNetConfig
@@ -30,11 +28,6 @@ def build(classes: int = 10) -> ResNet:
 @pytest.mark.parametrize("classes, count", [(10, 11_173_962), (100, 11_220_132)])
 def test_parameter_count(classes, count):
     assert parameter_count(eqx.filter_eval_shape(lambda: build(classes))) == count
-
-
-def python_with_torch() -> str | None:
-    """This Python if it has torch, or the one that LEVANTER_MARS_TORCH_PYTHON names."""
-    return sys.executable if importlib.util.find_spec("torch") else os.environ.get("LEVANTER_MARS_TORCH_PYTHON")
 
 
 def randomized(model: ResNet) -> ResNet:
@@ -78,8 +71,6 @@ def state_dict(model: ResNet) -> dict[str, np.ndarray]:
 @pytest.mark.slow
 def test_logits_are_those_of_a_pytorch_resnet(tmp_path):
     python = python_with_torch()
-    if python is None:
-        pytest.skip("LEVANTER_MARS_TORCH_PYTHON names no Python that has torch")
     images = {split: np.random.default_rng(i).normal(size=(8, 32, 32, 3)).astype(np.float32) for i, split in enumerate(("train", "test"))}
     named = {split: hax.named(jnp.asarray(x), ("batch", "height", "width", "color")) for split, x in images.items()}
     apply = eqx.filter_jit(lambda model, x: model(x))
