@@ -20,6 +20,7 @@ from levanter_mars.diagnostics import logged
 from levanter_mars.gamma import Gamma, build_gamma
 from levanter_mars.optimizers import Label, assign_rules, mars_adamw, mars_lion, mars_m, mars_shampoo
 from levanter_mars.ranges import NOT_NEGATIVE, POSITIVE, RANGES, Range, check_ranges
+from levanter_mars.resuming import refuse_other_states
 from levanter_mars.steps import skip_outliers
 
 
@@ -134,7 +135,7 @@ class MarsOptimizerConfig(OptimizerConfig):
         arguments |= {"learning_rate": learning_rate, "learning_rate_1d": learning_rate_1d, "gamma": build_gamma(self.gamma)}
         optimizer = type(self).function(**arguments, weight_decay_mask=self.build_weight_decay_mask())
         skip = SkipStepConfig.from_bool_int_or_config(self.skip_bad_steps)
-        return skip_outliers(skip, optimizer) if skip else optimizer
+        return refuse_other_states(skip_outliers(skip, optimizer)) if skip else optimizer
 
 
 @OptimizerConfig.register_subclass("mars-adamw")

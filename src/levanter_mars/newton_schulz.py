@@ -5,7 +5,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-from levanter.optim.util import NEWTON_SCHULZ_COEFFICIENTS
+
+try:
+    from levanter.optim.util import NEWTON_SCHULZ_COEFFICIENTS
+except ImportError:  # a Levanter from before it had sets
+    NEWTON_SCHULZ_COEFFICIENTS = {}
 
 COEFFICIENTS: dict[str, list[tuple[float, float, float]]] = {
     # Keller Jordan's, as the MARS release has them. They do not converge: singular values end up between about 0.7 and 1.2.

@@ -42,6 +42,7 @@ from levanter_mars.correction import Clip, approximate_correction, exact_correct
 from levanter_mars.parameters import Parameter, RolesOrFn, describe
 from levanter_mars.preconditioners import Layout
 from levanter_mars.ranges import ranges_checked
+from levanter_mars.resuming import refuse_other_states
 from levanter_mars.steps import apply_clip_factor, safe_step
 
 Label = Literal["mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "adamw", "adamw-embeddings"]
@@ -415,7 +416,7 @@ class _Parts:
     ) -> Transformation:
         by_rule = optax.partition(rules, labels)
         step = safe_step(by_rule, max_grad_norm, exact=self.exact, diagnostics_every=diagnostics_every, axis_roles=self.axis_roles)
-        return optax.chain(step, _keep_dtype())
+        return refuse_other_states(optax.chain(step, _keep_dtype()))
 
 
 def _keep_dtype() -> optax.GradientTransformation:

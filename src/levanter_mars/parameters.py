@@ -20,7 +20,11 @@ import jax.numpy as jnp
 from haliax.nn.conv import Conv, ConvTranspose
 from haliax.nn.normalization import LayerNormBase
 from jaxtyping import Array, Float, PyTree
-from levanter.layers.stacked import ArrayStacked
+
+try:
+    from levanter.layers.stacked import ArrayStacked
+except ModuleNotFoundError:  # in a Levanter that has only Haliax's stacks
+    ArrayStacked = ()
 
 Kind = Literal["matrix", "vector", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

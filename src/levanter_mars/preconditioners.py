@@ -21,15 +21,20 @@ from levanter_mars.steps import Step
 Layout = Literal["auto", "replicated"]
 
 
+class AmsgradMoments(NamedTuple):
+    nu: optax.Updates
+    """v"""
+    nu_max: optax.Updates
+    """The running maximum of v."""
+
+
 class AdamState(NamedTuple):
     count: Int[Array, ""]
     """Good steps so far."""
     mu: optax.Updates
     """m"""
-    nu: optax.Updates
-    """v"""
-    nu_max: optax.Updates | tuple[()] = ()
-    """The running maximum of v; empty without AMSGrad."""
+    nu: optax.Updates | AmsgradMoments
+    """v, or v and its maximum: at other paths, so that neither is restored as the other."""
 
 
 def scale_by_adam(
@@ -55,15 +60,21 @@ def scale_by_adam(
     def init(params: optax.Params) -> AdamState:
         zeros = optax.tree.zeros_like
         mu = optax.tree.cast(zeros(params), momentum_dtype)
-        return AdamState(jnp.zeros([], jnp.int32), mu, zeros(params), zeros(params) if amsgrad else ())
+        nu = AmsgradMoments(zeros(params), zeros(params)) if amsgrad else zeros(params)
+        return AdamState(jnp.zeros([], jnp.int32), mu, nu)
 
     def update(updates: optax.Updates, state: AdamState, params: optax.Params | None = None, *, step: Step, **extra_args):
         del params, extra_args
         count = step.keep(optax.safe_increment(state.count), state.count)
         new_mu = _moving_average(updates, state.mu, beta1)
         mu = step.keep(new_mu, state.mu)
-        nu = step.keep(_moving_average(jax.tree.map(jnp.square, updates), state.nu, beta2), state.nu)
-        nu_max = jax.tree.map(jnp.maximum, state.nu_max, nu) if amsgrad else ()
+        last_nu = state.nu.nu if isinstance(state.nu, AmsgradMoments) else state.nu
+        nu = step.keep(_moving_average(jax.tree.map(jnp.square, updates), last_nu, beta2), last_nu)
+        new_nu, divisor = nu, nu
+        if isinstance(state.nu, AmsgradMoments):
+            divisor = jax.tree.map(jnp.maximum, state.nu.nu_max, nu)
+            new_nu = AmsgradMoments(nu, divisor)
+        state = AdamState(count, mu, new_nu)
         # The direction is that of m before it is rounded for the state.
         mu_hat = optax.tree.bias_correction(mu if momentum_dtype is None else new_mu, beta1, count)
         if epsilon_before_correction:
@@ -72,9 +83,9 @@ def scale_by_adam(
             def direction(m: Array, v: Array) -> Array:
                 return m / ((jnp.sqrt(v) + epsilon) / root.astype(v.dtype))
 
-            return jax.tree.map(direction, mu_hat, nu_max if amsgrad else nu), AdamState(count, mu, nu, nu_max)
-        nu_hat = optax.tree.bias_correction(nu_max if amsgrad else nu, beta2, count)
-        return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + epsilon), mu_hat, nu_hat), AdamState(count, mu, nu, nu_max)
+            return jax.tree.map(direction, mu_hat, divisor), state
+        nu_hat = optax.tree.bias_correction(divisor, beta2, count)
+        return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + epsilon), mu_hat, nu_hat), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -16,12 +16,12 @@ import signal
 import sys
 
 import jax
+import levanter.checkpoint
 import levanter.config
 import levanter.main.train_lm
 import levanter.tracker
 from jax.experimental import multihost_utils
 from levanter.callbacks import StepInfo
-from levanter.checkpoint import CheckpointRetention
 from levanter.main.train_lm import TrainLmConfig
 from levanter.trainer import Trainer
 
@@ -62,7 +62,7 @@ class PreemptibleTrainer(Trainer):
         # The checkpoint is one of the hooks.
         if not force and self._has_notice():
             self._ending = True
-            self.request_checkpoint(CheckpointRetention.TEMPORARY)
+            self.request_checkpoint(levanter.checkpoint.CheckpointRetention.TEMPORARY)
         super().run_hooks(info, force)
 
     def train_step(self, *args, **kwargs) -> StepInfo:
@@ -84,8 +84,10 @@ def train(config: TrainLmConfig) -> None:
 
 
 def main() -> None:
-    # Stock main has no place for a trainer of another class.
-    levanter.main.train_lm.Trainer = PreemptibleTrainer
+    # A Levanter from before it could be asked for a checkpoint has its own trainer: there a notice ends the run as it always did.
+    if hasattr(levanter.checkpoint, "CheckpointRetention"):
+        # Stock main has no place for a trainer of another class.
+        levanter.main.train_lm.Trainer = PreemptibleTrainer
     status = 0
     try:
         levanter.config.main(train)()
