@@ -29,6 +29,10 @@ class TrainingLog:
         """Over all steps, so that the first, which contains compilation, has no weight."""
         return statistics.median(self.tokens_per_second.values())
 
+    @property
+    def median_step_seconds(self) -> float:
+        return statistics.median(self.step_seconds.values())
+
 
 def read_training_log(path: Path) -> TrainingLog:
     """Reads a log file; one that does not exist is a run that has not begun."""
@@ -54,6 +58,7 @@ def parse_training_log(lines: Iterable[str]) -> TrainingLog:
         log.has_ended = record["event"] == "finish"
         if record["event"] == "log" and record["step"] is not None:
             for metric, values in by_metric.items():
-                if metric in record["metrics"]:
+                # Resumed after its last step, a run takes none, and Levanter logs a loss of 0 for it.
+                if metric in record["metrics"] and not (metric == "train/loss" and record["metrics"][metric] == 0 and record["step"] in values):
                     values[record["step"]] = record["metrics"][metric]
     return log
