@@ -27,7 +27,7 @@ train: venv
 
 # Two workers, because most of the time goes into compilation, which uses one core.
 .PHONY: test
-test: venv .venv/.libtpu .venv/.lm-eval .sky/.installed
+test: venv .venv/.preflight .venv/.eval .sky/.installed
 	.venv/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: check
@@ -44,14 +44,10 @@ venv: .venv/.installed
 	$(UV) pip install --python .venv --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# Preflight's tests compile for TPUs. Where libtpu does not exist, outside Linux on x86-64, they are skipped.
-.venv/.libtpu: .venv/.installed requirements/preflight.txt
-	$(UV) pip install --python .venv --require-hashes -r requirements/preflight.txt
-	@touch $@
-
-# The harness by which models are evaluated.
-.venv/.lm-eval: .venv/.installed requirements/eval.txt
-	$(UV) pip install --python .venv --require-hashes -r requirements/eval.txt
+# What only some tests need: libtpu, by which preflight compiles for TPUs (where it does not exist, outside Linux on x86-64, its tests are
+# skipped), and the harness by which models are evaluated.
+.venv/.preflight .venv/.eval: .venv/.%: .venv/.installed requirements/%.txt
+	$(UV) pip install --python .venv --require-hashes -r requirements/$*.txt
 	@touch $@
 
 # SkyPilot, whose parser reads infra/sky, asks for other versions of what Levanter needs.

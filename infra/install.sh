@@ -12,6 +12,8 @@ case ${1:-} in
     exit 2
     ;;
 esac
+# Settings that clusters make, under which pip takes no --target.
+export PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0 PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
 python3 -m pip install --quiet --require-hashes --only-binary :all: --target .uv --upgrade -r requirements/uv.txt
 .uv/bin/uv venv --quiet --clear --python 3.12 .venv
 .uv/bin/uv pip sync --quiet --python .venv --require-hashes "$requirements"

@@ -105,6 +105,11 @@ def metrics(folder: Path, name: str = "run") -> list[dict]:
     return [by_step[step] for step in sorted(by_step) if "train/loss" in by_step[step]]
 
 
+def losses(folder: Path, name: str = "run") -> list[float]:
+    """The training loss of every step, in order."""
+    return [step["train/loss"] for step in metrics(folder, name)]
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -28,7 +28,8 @@ pytestmark = pytest.mark.slow
 PUBLISHED = yaml.safe_load((Path(__file__).parents[1] / "config" / "eval" / "published.yaml").read_text())
 STEPS = 60
 QUESTIONS = 12
-needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed: requirements/eval.txt")
+HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
+needs_harness = pytest.mark.skipif(not HAS_HARNESS, reason="lm-eval is not installed: requirements/eval.txt")
 
 
 def task(folder: Path) -> dict:
@@ -58,7 +59,7 @@ def trained(tmp_path_factory) -> Path:
     config["model"] |= {"use_bias": False, "scale_attn_by_inverse_layer_idx": True}
     config["trainer"] |= {"id": "run", "num_train_steps": STEPS}
     harness = {"eval_harness": {"task_spec": [task(folder)]}}
-    if needs_harness.args[0] is False:
+    if HAS_HARNESS:
         config |= harness | {"eval_harness_steps": STEPS // 2}
     for name, document in (("model", {"model": config["model"]}), ("trainer", {"trainer": config["trainer"]}), ("eval", harness)):
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(document))

@@ -53,6 +53,7 @@ RATES = {
     },
     "gpt2_xl": {
         "adam": (2e-4, 1e-5, None),
+        "muon": (6.67e-3, 1e-5, 1e-3),
         "moonlight": (3e-3, 1e-5, None),
         "mars-adamw": (2e-3, 1e-5, 1e-3),
         "mars-m": (3e-3, 1e-5, None),
@@ -62,7 +63,7 @@ RATES = {
 }
 # Parameters with a vocabulary of 50,304, in millions, and the files of each model's data and trainer.
 MODELS = {
-    "gpt2_small": (124, ("openwebtext", "openwebtext_bin", "fineweb_edu", "fineweb_edu_bin"), "gpt2"),
+    "gpt2_small": (124, ("openwebtext", "openwebtext_bin", "fineweb_edu", "fineweb_edu_bin", "text"), "gpt2"),
     "gpt2_medium": (355, ("openwebtext", "openwebtext_bin"), "gpt2"),
     "gpt2_large": (774, ("openwebtext", "openwebtext_bin"), "gpt2"),
     "gpt2_xl": (1557, ("fineweb_edu", "fineweb_edu_bin"), "gpt2"),
@@ -172,7 +173,8 @@ def test_hyperparameters_are_the_published_ones():
             assert (it.beta1_1d, it.beta2_1d) == (0.8, 0.999)
             decay = 0.1
         assert it.weight_decay == decay
-        assert not config.data.block_cross_document_attention or data.endswith("_bin")
+        where = config.data.components["openwebtext" if "openweb" in data else "fineweb-edu"] if data.endswith("_bin") else config.data
+        assert not where.block_cross_document_attention
         if optimizer == "adam":
             assert (it.beta1, it.beta2) == (0.9, 0.95)
         else:

@@ -9,10 +9,6 @@ pytestmark = pytest.mark.slow
 MARS = {"type": "mars-adamw", "learning_rate": 6e-3, "learning_rate_1d": 1.5e-3, "min_lr_ratio": 0.1, "warmup": 5}
 
 
-def losses(folder, name):
-    return [step["train/loss"] for step in stock.metrics(folder, name)]
-
-
 def assert_finished(codes, folder, name):
     assert codes == [0] * len(codes), (folder / f"{name}.err").read_text()[-3000:]
 
@@ -29,7 +25,7 @@ def one_device(tmp_path_factory):
 def test_trains_and_logs_both_learning_rates(one_device):
     steps = stock.metrics(one_device, "one")
     assert len(steps) == stock.STEPS
-    loss = losses(one_device, "one")
+    loss = stock.losses(one_device, "one")
     assert loss[0] == pytest.approx(np.log(304), abs=0.15)  # the vocabulary of 300 tokens is at most rounded up to 304
     assert loss[-1] < loss[0] - 0.5
 
@@ -42,7 +38,7 @@ def test_trains_and_logs_both_learning_rates(one_device):
 
 def test_eight_devices_train_the_same(one_device):
     assert_finished(stock.finish(stock.start(one_device, stock.config(MARS), devices=8, name="eight")), one_device, "eight")
-    np.testing.assert_allclose(losses(one_device, "eight"), losses(one_device, "one"), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(stock.losses(one_device, "eight"), stock.losses(one_device, "one"), atol=1e-4, rtol=0)
 
 
 def test_two_processes_of_two_devices_train_the_same(one_device):
@@ -60,7 +56,7 @@ def test_two_processes_of_two_devices_train_the_same(one_device):
         for i in range(2)
     ]
     assert_finished(stock.finish(*processes), one_device, "process0")
-    np.testing.assert_allclose(losses(one_device, "process0"), losses(one_device, "one"), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(stock.losses(one_device, "process0"), stock.losses(one_device, "one"), atol=1e-4, rtol=0)
 
 
 def test_adam_trains_as_it_does_without_us(one_device):
@@ -68,8 +64,8 @@ def test_adam_trains_as_it_does_without_us(one_device):
     with_us = stock.start(one_device, adam, name="adam")
     without = stock.start(one_device, adam, name="adam_alone", program=WITHOUT_US)
     assert_finished(stock.finish(with_us, without), one_device, "adam")
-    assert len(losses(one_device, "adam")) == stock.STEPS
-    assert losses(one_device, "adam") == losses(one_device, "adam_alone")
+    assert len(stock.losses(one_device, "adam")) == stock.STEPS
+    assert stock.losses(one_device, "adam") == stock.losses(one_device, "adam_alone")
 
 
 EXACT = {**MARS, "exact": True, "diagnostics_every": 4}
@@ -81,9 +77,9 @@ def test_the_exact_form_with_accumulation_trains_as_without(one_device):
     accumulating["trainer"]["per_device_parallelism"] = 8
     for name, config, devices in (("exact", stock.config(EXACT), 8), ("exact_by_microbatches", accumulating, 1)):
         assert_finished(stock.finish(stock.start(one_device, config, devices=devices, name=name)), one_device, name)
-    np.testing.assert_allclose(losses(one_device, "exact_by_microbatches"), losses(one_device, "exact"), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(stock.losses(one_device, "exact_by_microbatches"), stock.losses(one_device, "exact"), atol=1e-4, rtol=0)
     # Another algorithm than the approximate form.
-    assert np.abs(np.subtract(losses(one_device, "exact"), losses(one_device, "one"))).max() > 1e-3
+    assert np.abs(np.subtract(stock.losses(one_device, "exact"), stock.losses(one_device, "one"))).max() > 1e-3
     first, *_, last = stock.metrics(one_device, "exact")
     # lg_1 = 0, so the first correction is κ = 0.475 times the gradient; later ones are the change of one step.
     assert first["optim/mars/correction_ratio"] == pytest.approx(0.475, abs=1e-4)
@@ -104,7 +100,7 @@ LEAN = {
 
 def test_options_of_the_family_train_and_are_logged(one_device):
     assert_finished(stock.finish(stock.start(one_device, stock.config(LEAN), name="lean")), one_device, "lean")
-    loss = losses(one_device, "lean")
+    loss = stock.losses(one_device, "lean")
     assert len(loss) == stock.STEPS and loss[-1] < loss[0] - 0.5
     gammas = [step["optim/mars/gamma"] for step in stock.metrics(one_device, "lean")]
     np.testing.assert_allclose(gammas, np.maximum(0.04 - 0.002 * np.arange(stock.STEPS), 0.02), rtol=1e-5)

@@ -21,9 +21,15 @@ class Unreachable(Exception):
     """It may work next time."""
 
 
-# Codes of google.rpc.Code, and what gcloud says itself before it asks anybody.
-_REFUSALS = ("PERMISSION_DENIED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "quota")
-_LOCAL_REFUSALS = ("unrecognized arguments", "invalid choice", "must be specified", "active account", "refreshing your current auth")
+# Codes of google.rpc.Code, and what gcloud says itself before it asks anybody. Not RESOURCE_EXHAUSTED, which is also said of a zone that
+# has no machine free.
+_REFUSALS = ("PERMISSION_DENIED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "FAILED_PRECONDITION", "quota")
+_LOCAL_REFUSALS = (
+    *("unrecognized arguments", "invalid choice", "must be specified", "active account", "refreshing your current auth"),
+    "not present in the SSH agent",
+)
+_RATE_LIMIT = "per minute"
+"""Of a quota that refills by itself."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +58,17 @@ class Gcloud:
         if done.returncode == 0:
             return done.stdout or ""
         complaint = " ".join(done.stderr.split())[-1000:] or f"gcloud ended with status {done.returncode}"
-        if "NOT_FOUND" in complaint:
+        # ssh passes on what a command says on a worker, which is no word of Google's.
+        own = complaint[complaint.rfind("ERROR: (gcloud") :] if "ERROR: (gcloud" in complaint else ""
+        if "NOT_FOUND" in own:
             raise Absent(complaint)
-        if "ALREADY_EXISTS" in complaint:
+        if "ALREADY_EXISTS" in own:
             raise Exists(complaint)
-        lower = complaint.lower()
-        if any(word.lower() in lower for word in (*_REFUSALS, *_LOCAL_REFUSALS)):
+        if is_refusal(own):
             raise Refused(complaint)
         raise Unreachable(complaint)
+
+
+def is_refusal(complaint: str) -> bool:
+    lower = complaint.lower()
+    return _RATE_LIMIT not in lower and any(word.lower() in lower for word in (*_REFUSALS, *_LOCAL_REFUSALS))

@@ -1,7 +1,10 @@
 """A TPU pod: a queued resource of one slice or several, and what is done on all of its workers."""
 
 import contextlib
+import functools
+import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -13,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gcloud import Absent, Exists, Gcloud, Refused
+from gcloud import Absent, Exists, Gcloud, Refused, Unreachable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = "levanter-mars"
@@ -26,6 +29,27 @@ CAPACITY = {"on-demand": [], "spot": ["--spot"], "reserved": ["--reserved"]}
 
 LOST = ("SUSPENDED", "FAILED")
 """States in which there are no machines any more, and never will be under this request."""
+
+DELETION_LOOKS = 30
+
+
+@dataclass(frozen=True)
+class Request:
+    """A queued resource."""
+
+    state: str
+    failure: str = ""
+    """Why it has failed, in Google's words."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What training does, over all workers."""
+
+    what: str
+    """bare, installing, idle, running, finished or exited (some process failed, or was told to end)."""
+    job: str = ""
+    """The identity of the job that runs or ran."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +66,16 @@ class Job:
         arguments = ("--trainer.checkpointer.base_path", self.checkpoints, *self.arguments)
         return f"export RUN_ID={shlex.quote(self.run_id)}\nARGUMENTS=({shlex.join(arguments)})\n"
 
+    @functools.cached_property
+    def contents(self) -> bytes:
+        """Of the config, read once: the same through all preemptions."""
+        return self.config.read_bytes()
+
+    @property
+    def identity(self) -> str:
+        """By which a worker's job is told from another; worker.sh computes it too."""
+        return hashlib.sha256(self.script().encode() + self.contents).hexdigest()
+
 
 @dataclass(frozen=True)
 class Pod:
@@ -52,7 +86,18 @@ class Pod:
     capacity: str = "on-demand"
     slices: int = 1
     project: str | None = None
+    poll: float = 10
+    """Seconds between two looks at what goes away."""
     gcloud: Gcloud = field(default_factory=Gcloud)
+
+    @functools.cached_property
+    def commit(self) -> str:
+        """That of this repository, read once: the same through all preemptions."""
+        try:
+            done = subprocess.run(["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+        except (OSError, subprocess.CalledProcessError):
+            raise Refused(f"{REPOSITORY} is no git repository with a commit, which is what workers are given") from None
+        return done.stdout.strip()
 
     @property
     def nodes(self) -> list[str]:
@@ -69,13 +114,22 @@ class Pod:
     def _queued(self, verb: str, *arguments: str) -> str:
         return self.gcloud("compute", "tpus", "queued-resources", verb, self.name, *self._where(), *arguments)
 
-    def state(self) -> str | None:
-        """That of the queued resource, or None if there is none."""
+    def request(self) -> Request | None:
+        """
+        Raises:
+            Unreachable: also if the answer is none that can be understood.
+        """
         try:
             answer = self._queued("describe", "--format=json")
         except Absent:
             return None
-        return json.loads(answer)["state"]["state"] if answer else None
+        if self.gcloud.dry_run:
+            return None
+        try:
+            state = json.loads(answer)["state"]
+            return Request(state["state"], state.get("failedData", {}).get("error", {}).get("message", ""))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise Unreachable(f"describe of {self.name} answers {answer[:200]!r}, which has no state") from None
 
     def create(self) -> None:
         """Asks for the machines. Where there is a request already, nothing."""
@@ -85,9 +139,20 @@ class Pod:
             self._queued("create", *hardware, *size, *CAPACITY[self.capacity])
 
     def delete(self) -> None:
-        """Deletes the request and its machines, and returns once both are gone. Where there is none, nothing."""
-        with contextlib.suppress(Absent):
-            self._queued("delete", "--force")
+        """Deletes the request and its machines, and returns once Google says that there is none. Where there is none, nothing.
+
+        Raises:
+            Unreachable: there still is.
+        """
+        request = self.request()
+        if self.gcloud.dry_run or (request and request.state != "DELETING"):
+            with contextlib.suppress(Absent):
+                self._queued("delete", "--force")
+        for _ in range(DELETION_LOOKS):
+            if request is None or (request := self.request()) is None:
+                return
+            time.sleep(self.poll)
+        raise Unreachable(f"{self.name} still exists, {request.state}")
 
     def ssh(self, command: str, *, nodes: list[str] | None = None, worker: str = "all", show: bool = False) -> str:
         """Runs a command, which is ours alone and holds nothing of the user's, on workers."""
@@ -122,14 +187,14 @@ class Pod:
         """Gives every worker the committed state of this repository and its pinned environment."""
         self.ssh(f"mkdir -p -m 700 {FOLDER}")
         with self._files() as folder:
-            archive = ["git", "-C", str(REPOSITORY), "archive", "--format=tar.gz", "--output", str(folder / "source.tar.gz"), "HEAD"]
+            archive = ["git", "-C", str(REPOSITORY), "archive", "--format=tar.gz", "--output", str(folder / "source.tar.gz"), self.commit]
             if self.gcloud.dry_run:
                 print(shlex.join(archive))
             else:
                 subprocess.run(archive, check=True)
                 shutil.copy(Path(__file__).with_name("worker.sh"), folder)
             self._copy("source.tar.gz", "worker.sh")
-        self.ssh(f"bash {FOLDER}/worker.sh setup")
+        self.ssh(f"bash {FOLDER}/worker.sh setup {self.commit}")
 
     def launch(self, job: Job) -> None:
         """Starts training on every worker where none runs."""
@@ -140,7 +205,7 @@ class Pod:
                     end="",
                 )
             else:
-                shutil.copy(job.config, folder / "config.yaml")
+                (folder / "config.yaml").write_bytes(job.contents)
                 (folder / "job.sh").write_text(job.script())
                 secrets = {name: os.environ[name] for name in SECRETS if os.environ.get(name)}
                 (folder / "secrets.sh").touch(mode=0o600)
@@ -148,19 +213,24 @@ class Pod:
             self._copy("config.yaml", "job.sh", "secrets.sh")
         self.ssh(f"bash {FOLDER}/worker.sh start")
 
-    def training(self) -> str:
-        """What training does, over all workers: bare, idle, running, finished or exited (some process failed, or was told to end).
-
-        A run is over when no worker runs it any more: JAX ends the others within minutes when one fails.
+    def training(self, commit: str = "") -> Training:
         """
-        command = f"if test -e {FOLDER}/worker.sh; then bash {FOLDER}/worker.sh status; else echo {FOLDER}: bare; fi"
-        reports = re.findall(rf"^{FOLDER}: (.+)$", self.ssh(command), flags=re.MULTILINE)
-        for what in ("running", "bare", "idle"):
-            if what in reports:
-                return what
-        return "finished" if reports and set(reports) == {"exited 0"} else "exited"
+        A run is over when no worker runs it any more: JAX ends the others within minutes when one fails.
+
+        Args:
+            commit: what workers are to have; one with another is bare.
+        """
+        command = f"if test -e {FOLDER}/worker.sh; then bash {FOLDER}/worker.sh status {commit}; else echo {FOLDER}: bare; fi"
+        reports = [line.split() for line in re.findall(rf"^{FOLDER}: (.+)$", self.ssh(command), flags=re.MULTILINE)]
+        for what in ("running", "installing", "bare", "idle"):
+            for report in reports:
+                if report[0] == what:
+                    return Training(what, report[1] if len(report) > 1 else "")
+        same = len({tuple(report) for report in reports}) == 1
+        return Training("finished", reports[0][2]) if same and reports[0][1] == "0" else Training("exited")
 
     def stop(self) -> None:
+        """Returns once no worker trains any more."""
         self.ssh(f"if test -e {FOLDER}/worker.sh; then bash {FOLDER}/worker.sh stop; fi")
 
     def follow_logs(self, worker: int) -> None:
@@ -177,20 +247,25 @@ def check(pod: Pod, job: Job | None) -> None:
             raise Refused(f"{what} is {value!r}; Google allows up to 63 of a-z, 0-9 and -, a letter first")
     if pod.slices < 1:
         raise Refused(f"slices is {pod.slices}; it must be at least 1")
+    if not (pod.poll > 0 and math.isfinite(pod.poll)):
+        raise Refused(f"poll is {pod.poll}; it must be a number of seconds above 0")
     if job is not None:
+        if not job.run_id.strip():
+            raise Refused(f"run_id is {job.run_id!r}; it must name the run")
         if not job.config.is_file():
             raise Refused(f"config is {str(job.config)!r}; there is no such file")
         if not job.checkpoints.startswith("gs://"):
             raise Refused(f"checkpoints is {job.checkpoints!r}; it must be a folder of a bucket, gs://..., which outlives the machines")
 
 
-def wait_until_active(pod: Pod, poll: float) -> None:
+def wait_until_active(pod: Pod) -> None:
     """
     Raises:
         Refused: the request ended without machines.
     """
-    while (state := pod.state()) != "ACTIVE" and not pod.gcloud.dry_run:
-        if state is None or state in LOST:
-            raise Refused(f"the request for {pod.name} ended without machines: {state or 'deleted'}")
-        print(f"{pod.name} is {state}", flush=True)
-        time.sleep(poll)
+    while not ((request := pod.request()) and request.state == "ACTIVE") and not pod.gcloud.dry_run:
+        if request is None or request.state in LOST:
+            ended = f"{request.state} {request.failure}".strip() if request else "deleted"
+            raise Refused(f"the request for {pod.name} ended without machines: {ended}")
+        print(f"{pod.name} is {request.state}", flush=True)
+        time.sleep(pod.poll)

@@ -2,10 +2,12 @@
 """Trains on a TPU pod of Google's: infra/README.md says how. Needs gcloud and Python, and no environment of this repository's."""
 
 import argparse
+import contextlib
+import signal
 import sys
 from pathlib import Path
 
-from babysit import GaveUp, Patience, alone, babysit
+from babysit import GaveUp, Patience, alone, babysit, refuse_other
 from gcloud import Absent, Gcloud, Refused, Unreachable
 from pod import CAPACITY, Job, Pod, check, wait_until_active
 
@@ -20,12 +22,18 @@ def main() -> int:
         capacity=getattr(options, "capacity", "on-demand"),
         slices=options.slices,
         project=options.project,
+        poll=getattr(options, "poll", Pod.poll),
         gcloud=Gcloud(dry_run=options.dry_run),
     )
     job = Job(options.config, options.run_id, options.checkpoints, tuple(options.arguments)) if "run_id" in options else None
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ending) != signal.SIG_IGN:
+            signal.signal(ending, signal.default_int_handler)  # so that copies of secrets are cleaned up
     try:
         check(pod, job)
-        _do(options, pod, job)
+        # Looking is free; two who change the same pod would undo each other's work.
+        with contextlib.nullcontext() if options.dry_run or options.command in ("status", "logs") else alone(pod):
+            _do(options, pod, job)
     except (Refused, Absent, GaveUp) as error:
         print(error, file=sys.stderr)
         return 1
@@ -42,48 +50,48 @@ def _do(options: argparse.Namespace, pod: Pod, job: Job | None) -> None:
     match options.command:
         case "start" | "babysit" if pod.gcloud.dry_run:
             # Of a pod that does not exist yet.
-            pod.state()
+            pod.request()
             pod.create()
-            pod.state()
-            pod.training()
+            pod.request()
+            pod.training(pod.commit)
             pod.setup()
             pod.launch(job)
-            pod.state()
-            pod.training()
+            pod.request()
+            pod.training(pod.commit)
         case "start":
-            with alone(pod):
-                babysit(pod, job, _patience(options), until_running=True)
+            babysit(pod, job, _patience(options), until_running=True)
         case "babysit":
-            with alone(pod):
-                babysit(pod, job, _patience(options))
-                if options.delete_when_done:
-                    pod.delete()
-                    print(f"{pod.name} is deleted")
+            babysit(pod, job, _patience(options), delete=options.delete_when_done)
         case "create":
-            if pod.state() is None:
+            if pod.request() is None:
                 pod.create()
-            wait_until_active(pod, options.poll)
+            wait_until_active(pod)
         case "setup":
             pod.setup()
         case "launch":
             pod.launch(job)
+            training = pod.training()
+            refuse_other(pod, job, training)
+            if not pod.gcloud.dry_run:
+                print(f"{pod.name}: training {training.what}")
         case "status":
-            state = pod.state()
-            print(f"{pod.name}: {state or 'there is none'}" + (f", training {pod.training()}" if state == "ACTIVE" else ""))
+            request = pod.request()
+            training = f", training {pod.training().what}" if request and request.state == "ACTIVE" else ""
+            print(f"{pod.name}: {request.state if request else 'there is none'}{training}")
         case "logs":
             pod.follow_logs(options.worker)
         case "stop":
             pod.stop()
         case "delete":
             pod.delete()
-            if pod.state() is not None:
-                raise Unreachable(f"{pod.name} still exists")
             if not pod.gcloud.dry_run:
                 print(f"{pod.name} is gone")
 
 
 def _patience(options: argparse.Namespace) -> Patience:
-    return Patience(options.poll, options.retries, options.backoff, options.healthy)
+    patience = Patience(options.retries, options.backoff, options.healthy)
+    patience.check()
+    return patience
 
 
 def _parse() -> argparse.Namespace:
@@ -101,7 +109,7 @@ def _parse() -> argparse.Namespace:
     what.add_argument("--accelerator", required=True, help="type of a slice, such as v5litepod-16")
     what.add_argument("--runtime", required=True, help="the VM's image, such as v2-alpha-tpuv5-lite")
     what.add_argument("--capacity", choices=CAPACITY, default="on-demand")
-    what.add_argument("--poll", type=float, default=Patience.poll, help="seconds between two looks")
+    what.add_argument("--poll", type=float, default=60, help="seconds between two looks")
 
     job = argparse.ArgumentParser(add_help=False)
     job.add_argument("--config", type=Path, required=True, help="YAML of train_lm")
@@ -126,7 +134,7 @@ def _parse() -> argparse.Namespace:
     command("status", "Say what the request and training do")
     command("logs", "Follow a worker's log").add_argument("--worker", type=int, default=0, help="of the first slice")
     command("stop", "End training after a checkpoint; the machines stay, and cost money")
-    command("delete", "Delete the request and its machines, and make sure")
+    command("delete", "Delete the request and its machines, and make sure").add_argument("--poll", type=float, default=Pod.poll)
     return parser.parse_args()
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from levanter_mars.data import token_files
-from levanter_mars.data.token_files import check_tokens, open_token_files, read_windows
+from levanter_mars.data.token_files import bad_token, first_bad_piece, open_token_files, pieces, read_windows
 
 TOKENS = np.random.default_rng(0).integers(0, 50257, 1000).astype("<u2")
 
@@ -29,7 +29,7 @@ def test_windows_are_the_bytes_of_the_file(tmp_path, place, format, prefix):
     assert {window.dtype for window in windows} == {np.dtype(np.int32)}
     # Only a local file is mapped; nothing is copied to a local disk.
     assert (file.mapped is None) == url.startswith("memory")
-    check_tokens([file], 50257)
+    assert first_bad_piece([file], 50257) is None
 
 
 def test_a_glob_gives_the_shards_in_order(tmp_path):
@@ -72,7 +72,7 @@ def test_a_bad_file_is_named_with_the_byte(tmp_path, format, content, sentence):
 
 @pytest.mark.parametrize("place", ["{folder}", "memory://token_files"])
 def test_a_token_outside_the_vocabulary_is_found_in_every_piece(tmp_path, monkeypatch, place):
-    monkeypatch.setattr(token_files, "SCAN_TOKENS", 300)
+    monkeypatch.setattr(token_files, "PIECE_TOKENS", 300)
     url = place.format(folder=tmp_path) + "/c.bin"
     for index in (0, 299, 300, 650, 999):
         tokens = TOKENS.copy()
@@ -80,11 +80,25 @@ def test_a_token_outside_the_vocabulary_is_found_in_every_piece(tmp_path, monkey
         with fsspec.open(url, "wb") as out:
             out.write(header() + tokens.tobytes())
         files = open_token_files([url], "fineweb")
-        with pytest.raises(
-            ValueError, match=rf"c\.bin: the token at byte {1024 + 2 * index} is 50257, but the vocabulary has 50257 tokens"
-        ):
-            check_tokens(files, 50257)
-        check_tokens(files, 50258)
+        bad = first_bad_piece(files, 50257)
+        assert bad == index // 300
+        sentence = str(bad_token(pieces(files)[bad], 50257))
+        assert sentence.endswith(f"c.bin: the token at byte {1024 + 2 * index} is 50257, but the vocabulary has 50257 tokens")
+        assert first_bad_piece(files, 50258) is None
+
+
+def test_shares_read_every_piece_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "PIECE_TOKENS", 300)
+    TOKENS.tofile(tmp_path / "a.bin")
+    TOKENS[:400].tofile(tmp_path / "b.bin")
+    files = open_token_files([f"{tmp_path}/*.bin"], "nanogpt")
+    assert [(file.path[-5:], first, last) for file, first, last in pieces(files)] == [
+        ("a.bin", 0, 300), ("a.bin", 300, 600), ("a.bin", 600, 900), ("a.bin", 900, 1000), ("b.bin", 0, 300), ("b.bin", 300, 400),
+    ]  # fmt: skip
+    # Every piece has a token that is not below 1, so each of as many shares finds its own.
+    assert [first_bad_piece(files, 1, share, 6) for share in range(6)] == list(range(6))
+    assert [first_bad_piece(files, 1, share, 4) for share in range(4)] == list(range(4))
+    assert first_bad_piece(files, 1, 7, 8) is None
 
 
 def test_what_is_not_there_is_named(tmp_path):
@@ -92,3 +106,12 @@ def test_what_is_not_there_is_named(tmp_path):
         open_token_files([f"{tmp_path}/missing.bin"], "nanogpt")
     with pytest.raises(FileNotFoundError, match=r"fineweb_train_\*\.bin matches no file"):
         open_token_files([f"{tmp_path}/fineweb_train_*.bin"], "fineweb")
+    with pytest.raises(ValueError, match="is a directory, but must be a file of tokens"):
+        open_token_files([str(tmp_path)], "nanogpt")
+
+
+def test_a_link_is_the_file_it_points_to(tmp_path):
+    TOKENS.tofile(tmp_path / "a.bin")
+    (tmp_path / "link.bin").symlink_to(tmp_path / "a.bin")
+    (file,) = open_token_files([f"{tmp_path}/l*.bin"], "nanogpt")
+    assert file.tokens == 1000

@@ -72,7 +72,8 @@ def test_a_random_window_depends_on_seed_and_index_alone(tmp_path):
 
 
 def test_levanters_shuffles_only_seed_random_windows(tmp_path):
-    examples = RandomExamples(RandomWindows(files(tmp_path, 5000), LENGTH, SEED), Axis("position", LENGTH))
+    windows = RandomWindows(files(tmp_path, 5000), LENGTH, SEED)
+    examples = RandomExamples(windows, Axis("position", LENGTH), block_cross_document_attention=False)
     key, other = jax.random.split(jax.random.PRNGKey(0))
 
     def tokens(dataset):

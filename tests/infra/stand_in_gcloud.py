@@ -3,8 +3,8 @@
 
 In the folder $STAND_IN it records the arguments of every call in calls.jsonl, and answers from script.json: a list for each kind of call
 (describe, create, delete, scp, ssh), one item a call, the last one again and again. An item is "ok" (do as below), {"state": S} for
-describe, or {"error": TEXT}. Kinds that script.json leaves out are "ok". scp copies into the folders of the node's workers, and ssh
-runs the command there, for real, so that what Google's machines would run is run.
+describe, {"text": T} for any other answer, {"error": TEXT}, or "hang". Kinds that script.json leaves out are "ok". scp copies into the
+folders of the node's workers, and ssh runs the command there, for real, so that what Google's machines would run is run.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 WORKERS = 2
@@ -53,7 +54,11 @@ def main() -> int:
     if isinstance(item, dict) and "error" in item:
         print(item["error"], file=sys.stderr)
         return 1
-    if verb == "describe":
+    if item == "hang":
+        time.sleep(600)
+    if isinstance(item, dict) and "text" in item:
+        print(item["text"])
+    elif verb == "describe":
         print(json.dumps({"name": rest[0], "state": item}))
     elif group == "queued-resources" and verb == "delete":
         for leader in folder.glob("workers/*/levanter-mars/leader"):
@@ -67,11 +72,12 @@ def main() -> int:
             for source in sources:
                 shutil.copy2(source, home / path)
     elif verb == "ssh":
+        # Like Google's, it goes on to the other workers when one fails, and fails in the end.
+        statuses = []
         for home in workers(rest[0], option("worker")):
             environment = {"HOME": str(home), "PATH": f"{folder}/bin:/usr/bin:/bin"}
-            status = subprocess.run(["bash", "-c", option("command")], cwd=home, env=environment).returncode
-            if status:
-                return status
+            statuses.append(subprocess.run(["bash", "-c", option("command")], cwd=home, env=environment).returncode)
+        return max(statuses)
     return 0
 
 

@@ -2,6 +2,8 @@
 
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +51,17 @@ def test_the_image_is_not_root_and_takes_nothing_but_what_it_names():
         assert (REPOSITORY / source).exists()
         assert f"!{source.split('/')[0]}" in ignore
     assert not re.search(r"(ARG|ENV).*(KEY|TOKEN|SECRET)", text)
+
+
+def test_the_images_check_passes_without_git_as_in_the_image():
+    """What the last stage runs to see whether stock Levanter finds the optimizers, with what it has set by then."""
+    stage = (DOCKER / "Dockerfile").read_text().rsplit("FROM", 1)[1]
+    before, check = re.search(r"(.*)^RUN (JAX_PLATFORMS.*?)$", stage, flags=re.MULTILINE | re.DOTALL).groups()
+    [line] = re.findall(r"^ENV (.*)$", before, flags=re.MULTILINE)
+    variables = dict(pair.split("=", 1) for pair in shlex.split(line)) | {"PATH": str(TOOLS)}
+    assert shutil.which("git", path=variables["PATH"]) is None
+    done = subprocess.run(["/bin/sh", "-c", check], env=variables, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("argument", ["", "cpu", "$(touch executed)"])

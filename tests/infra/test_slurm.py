@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import sys
 from pathlib import Path
 
@@ -27,11 +28,13 @@ def cluster(tmp_path_factory):
         yield cluster
 
 
-def submit(cluster, folder: Path, *arguments: str, python: str | Path = sys.executable, **environment: str) -> str:
+def submit(
+    cluster, folder: Path, *arguments: str, python: str | Path = sys.executable, options: tuple[str, ...] = (), **environment: str
+) -> str:
     """The number of the job that runs the script in `folder` on both nodes."""
     variables = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "PYTHON": str(python), **environment}
     return cluster(
-        *("sbatch", "--parsable", "--nodes=2", str(SCRIPT), *arguments), cwd=folder, env={**cluster.environment, **variables}
+        *("sbatch", "--parsable", "--nodes=2", *options, str(SCRIPT), *arguments), cwd=folder, env={**cluster.environment, **variables}
     ).strip()
 
 
@@ -107,7 +110,7 @@ def stand_in(tmp_path):
     return program
 
 
-NAME = """it's 100% "a" $(touch executed) `touch executed` ; touch executed"""
+NAME = """it's 100% "a": $(touch executed) `touch executed` ; touch executed"""
 
 
 def test_any_name_passes_through_and_executes_nothing(cluster, tmp_path, stand_in):
@@ -118,9 +121,35 @@ def test_any_name_passes_through_and_executes_nothing(cluster, tmp_path, stand_i
     assert cluster.job(job)["JobState"] == "COMPLETED", (tmp_path / f"slurm-{job}.log").read_text()
     for process in range(2):
         received = (tmp_path / f"arguments.{process}").read_text().split("\0")
-        assert received == [NAME, "-m", "levanter_mars.main.train_lm", "--config", *arguments, ""]
+        assert received == [NAME, "-m", "levanter_mars.main.train_lm", "--config", f"./{arguments[0]}", *arguments[1:], ""]
         assert (tmp_path / f"of {NAME}" / f"{NAME}.{process}.{slurm_cluster.HOST}.log").exists()
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_token_reaches_the_processes_and_no_command_or_log(cluster, tmp_path, stand_in):
+    token = f"key-{secrets.token_hex(12)}"
+    (tmp_path / "a.yaml").touch()
+    look = 'echo "${#WANDB_API_KEY}"; cat /proc/[0-9]*/cmdline >processes.$SLURM_PROCID 2>/dev/null; exit 0'
+    job = submit(cluster, tmp_path, "a.yaml", python=stand_in, WANDB_API_KEY=token, STAND_IN=look)
+    cluster.wait_for(lambda: has_ended(cluster, job), "the end", 60)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    told = "".join(path.read_text(errors="replace") for path in files) + str(cluster.job(job))
+    assert "levanter_mars.main.train_lm" in told and f"{len(token)}\n" in told
+    assert token not in told
+
+
+def test_the_processes_get_the_cpus_that_the_job_asked_for(cluster, tmp_path, stand_in):
+    (tmp_path / "a.yaml").touch()
+    job = submit(
+        cluster,
+        tmp_path,
+        "a.yaml",
+        python=stand_in,
+        options=("--cpus-per-task=2",),
+        STAND_IN="echo $SRUN_CPUS_PER_TASK >cpus.$SLURM_PROCID",
+    )
+    cluster.wait_for(lambda: has_ended(cluster, job), "the end", 60)
+    assert [(tmp_path / f"cpus.{process}").read_text() for process in range(2)] == ["2\n", "2\n"]
 
 
 def test_a_canceled_job_stays_canceled(cluster, tmp_path, stand_in):
@@ -145,6 +174,8 @@ def test_a_failure_ends_the_job_and_its_other_processes(cluster, tmp_path, stand
         ([], {}, "usage: sbatch"),
         (["absent.yaml"], {}, "CONFIG is absent.yaml; there is no such file in"),
         (["a.yaml"], {"RUN_ID": "a/b"}, "RUN_ID is a/b; it names files, so it may hold no slash"),
+        (["a.yaml"], {"RUN_ID": "a\\b"}, "the logs are logs/a\\b...; srun reads a backslash in a file's name as a command"),
+        (["a.yaml"], {"LOGS": "a\\b"}, "the logs are a\\b/slurm-1...; srun reads a backslash in a file's name as a command"),
         (["a.yaml"], {"ENROOT_IMAGE": "a", "APPTAINER_IMAGE": "b"}, "ENROOT_IMAGE and APPTAINER_IMAGE are both set; give one"),
         (["a.yaml"], {"SLURM_GPUS_PER_NODE": "2"}, "Slurm gave GPUs but sets no CUDA_VISIBLE_DEVICES"),
     ],

@@ -30,6 +30,7 @@ def state(name: str) -> dict:
 
 # pip installs uv, uv makes an environment, and its Python trains as $STAND_IN/train says.
 PYTHON3 = """#!/usr/bin/env bash
+[[ $HOME != */pod.0 || ! -e $HOME/../../broken ]] || { rm "$HOME/../../broken"; exit 1; }
 mkdir -p .uv/bin && cat >.uv/bin/uv <<'UV'
 #!/usr/bin/env bash
 [[ $1 != venv ]] || { mkdir -p .venv/bin && cp "$HOME/../../bin/venv_python" .venv/bin/python; }
@@ -118,12 +119,12 @@ CREATED = [NOT_FOUND, state("WAITING_FOR_RESOURCES"), state("PROVISIONING"), sta
 
 
 def test_babysit_trains_to_the_end_and_deletes(gcloud):
-    gcloud.script(describe=CREATED)
+    gcloud.script(describe=[*CREATED, state("ACTIVE"), state("ACTIVE"), state("ACTIVE"), NOT_FOUND])
     done = gcloud.run(gcloud.job("babysit", "--delete_when_done", arguments=("--trainer.tracker.tags", NAME)))
     assert done.returncode == 0, done.stderr
     assert gcloud.verbs("create", "delete") == ["create", "delete"]
     expected = ["--config", "config.yaml", "--trainer.checkpointer.base_path", "gs://bucket/runs", "--trainer.tracker.tags", NAME]
-    assert "has finished" in done.stdout and "pod is deleted" in done.stdout
+    assert "has finished" in done.stdout and "pod is gone" in done.stdout
     gcloud.script(describe=[state("ACTIVE")], train=RUNS_ON)
     assert gcloud.run(gcloud.job("start", arguments=("--trainer.tracker.tags", NAME))).returncode == 0
     for worker in ("pod.0", "pod.1"):
@@ -158,9 +159,78 @@ def test_a_second_babysitter_is_refused(gcloud):
             time.sleep(0.05)
         second = gcloud.run(gcloud.job("babysit"))
         assert (second.returncode, second.stderr) == (1, "another process here starts or keeps pod\n")
+        # It would ask again for what was deleted, and launch again what was stopped.
+        for command in ("delete", "stop"):
+            done = gcloud.run(gcloud.command(command))
+            assert (done.returncode, done.stderr) == (1, "another process here starts or keeps pod\n")
+        assert gcloud.verbs("create", "delete") == ["create"]
+        assert "training running" in gcloud.run(gcloud.command("status")).stdout
     finally:
         first.kill()
         first.wait()
+
+
+def test_another_run_on_the_same_pod_is_no_mistake(gcloud):
+    """What finished or runs under another name, or from another config, is not taken for what was asked for."""
+    gcloud.script(describe=[state("ACTIVE")])
+    assert gcloud.run(gcloud.job("babysit")).returncode == 0
+    assert gcloud.run(gcloud.job("babysit")).returncode == 0
+    assert len(gcloud.started()) == 1  # the same has finished
+    gcloud.config.write_text("trainer: {num_train_steps: 20}\n")
+    assert gcloud.run(gcloud.job("babysit")).returncode == 0
+    assert len(gcloud.started()) == 2
+    gcloud.script(describe=[state("ACTIVE")], train=RUNS_ON)
+    assert gcloud.run(gcloud.job("start", "--run_id", "other")).returncode == 0
+    assert [start[0] for start in gcloud.started()] == [NAME, NAME, "other"]
+    for command in ("babysit", "launch"):
+        done = gcloud.run(gcloud.job(command))
+        assert (done.returncode, done.stderr) == (
+            1,
+            "pod trains another run, or this one with another config or arguments: stop it first\n",
+        )
+    assert len(gcloud.started()) == 3
+
+
+def test_another_commit_is_installed_before_the_next_launch(gcloud):
+    gcloud.script(describe=[state("ACTIVE")])
+    assert gcloud.run(gcloud.job("babysit")).returncode == 0
+    ready = gcloud.folder / "workers" / "pod.1" / "levanter-mars" / "ready"
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=INFRA, text=True, capture_output=True).stdout
+    assert ready.read_text() == commit
+    ready.write_text("0123abc\n")
+    (ready.parent.parent.parent / "pod.0" / "levanter-mars" / "ready").write_text("0123abc\n")
+    assert gcloud.run(gcloud.job("babysit", "--run_id", "next")).returncode == 0
+    assert ready.read_text() == commit
+
+
+def test_a_setup_that_fails_on_one_worker_is_done_again(gcloud):
+    gcloud.script(describe=[state("ACTIVE")])
+    (gcloud.folder / "broken").touch()
+    done = gcloud.run(gcloud.job("babysit"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("does not answer") == 1 and "was bare: launched" in done.stdout
+    assert [len(gcloud.started(worker)) for worker in ("pod.0", "pod.1")] == [1, 1]
+
+
+def test_a_setup_does_not_pull_the_environment_from_under_a_run(gcloud):
+    gcloud.script(describe=[state("ACTIVE")], train=RUNS_ON)
+    assert gcloud.run(gcloud.job("start")).returncode == 0
+    done = gcloud.run(gcloud.command("setup"))
+    assert done.returncode == 1 and "training runs, or another setup; stop it first" in done.stderr
+    assert "training running" in gcloud.run(gcloud.command("status")).stdout
+    assert (gcloud.folder / "workers" / "pod.0" / "levanter-mars" / ".venv" / "bin" / "python").exists()
+
+
+def test_a_babysitter_that_is_ended_leaves_no_token_behind(gcloud):
+    """In the middle of a copy, by a hangup."""
+    gcloud.script(describe=[state("ACTIVE")], scp=["ok", "hang"])
+    process = subprocess.Popen(gcloud.job("babysit"), cwd=gcloud.folder, env=gcloud.environment, stdout=subprocess.DEVNULL)
+    while gcloud.verbs("scp") != ["scp", "scp"]:
+        time.sleep(0.05)
+    assert list((gcloud.folder / "home").rglob("secrets.sh"))
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 130
+    assert not list((gcloud.folder / "home").rglob("secrets.sh"))
 
 
 def test_after_a_preemption_it_creates_the_pod_again_and_goes_on(gcloud):
@@ -171,6 +241,8 @@ def test_after_a_preemption_it_creates_the_pod_again_and_goes_on(gcloud):
         state("ACTIVE"),
         state("SUSPENDING"),
         state("SUSPENDED"),
+        state("SUSPENDED"),
+        NOT_FOUND,
         state("WAITING_FOR_RESOURCES"),
         state("ACTIVE"),
     ]
@@ -203,7 +275,7 @@ def test_what_fails_again_and_again_is_given_up(gcloud):
 
 
 def test_a_failed_request_is_made_again(gcloud):
-    gcloud.script(describe=[state("FAILED"), state("ACTIVE")])
+    gcloud.script(describe=[state("FAILED"), state("FAILED"), NOT_FOUND, state("ACTIVE")])
     assert gcloud.run(gcloud.job("babysit")).returncode == 0
     assert gcloud.verbs("create", "delete") == ["delete", "create"]
 
@@ -213,6 +285,42 @@ def test_a_refused_quota_ends_at_once(gcloud):
     done = gcloud.run(gcloud.job("babysit"))
     assert done.returncode == 1 and "Quota limit" in done.stderr and done.stderr.count("\n") == 1
     assert gcloud.verbs() == ["describe", "create"]
+
+
+def test_a_request_that_failed_for_its_quota_is_not_made_again(gcloud):
+    failed = {"state": "FAILED", "failedData": {"error": {"code": 8, "message": "Quota limit 'TPUS_PER_TPU_FAMILY' has been exceeded."}}}
+    gcloud.script(describe=[failed])
+    done = gcloud.run(gcloud.job("babysit"))
+    assert done.returncode == 1 and "delete it to ask again: Quota limit" in done.stderr and done.stderr.count("\n") == 1
+    assert gcloud.verbs() == ["describe"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RESOURCE_EXHAUSTED: Quota exceeded for quota metric 'API requests' and limit 'API requests per minute' of service 'tpu'",
+        'RESOURCE_EXHAUSTED: There is no more capacity in the zone "us-a1"',
+    ],
+)
+def test_what_passes_by_itself_is_tried_again(gcloud, error):
+    gcloud.script(describe=[NOT_FOUND, NOT_FOUND, state("ACTIVE")], create=[{"error": f"ERROR: (gcloud.compute) {error}"}, "ok"])
+    done = gcloud.run(gcloud.job("babysit"))
+    assert done.returncode == 0, done.stderr
+    assert gcloud.verbs("create") == ["create", "create"]
+
+
+def test_what_a_worker_says_is_not_taken_for_googles_word(gcloud):
+    gcloud.script(describe=[state("ACTIVE")], ssh=[{"error": "Disk quota exceeded; PERMISSION_DENIED"}, "ok"])
+    done = gcloud.run(gcloud.job("babysit"))
+    assert done.returncode == 0 and done.stdout.count("does not answer") == 1
+
+
+@pytest.mark.parametrize("text", ["", "<html>", "[]", "{}", '{"state": null}'])
+def test_an_answer_that_is_none_is_asked_for_again(gcloud, text):
+    gcloud.script(describe=[{"text": text}, state("ACTIVE")])
+    done = gcloud.run(gcloud.job("babysit"))
+    assert done.returncode == 0, done.stderr
+    assert "which has no state" in done.stdout and gcloud.verbs("create") == []
 
 
 def test_the_network_is_tried_again_and_given_up_in_the_end(gcloud):
@@ -243,11 +351,25 @@ def test_delete_is_idempotent_and_makes_sure(gcloud):
         gcloud.script(describe=[NOT_FOUND], delete=[NOT_FOUND])
         done = gcloud.run(gcloud.command("delete"))
         assert (done.returncode, done.stdout) == (0, "pod is gone\n")
+    assert gcloud.verbs("delete") == []
+    gcloud.script(describe=[state("ACTIVE"), state("DELETING"), state("DELETING"), NOT_FOUND])
+    assert gcloud.run(gcloud.command("delete", "--poll", "0.01")).stdout == "pod is gone\n"
+    gcloud.script(describe=[state("DELETING"), NOT_FOUND])  # somebody else's
+    assert gcloud.run(gcloud.command("delete", "--poll", "0.01")).stdout == "pod is gone\n"
+    assert gcloud.verbs("delete") == ["delete"]
     gcloud.script(describe=[state("ACTIVE")])
-    done = gcloud.run(gcloud.command("delete"))
-    assert done.returncode == 1 and "pod still exists" in done.stderr
-    gcloud.script(delete=[NETWORK])
+    done = gcloud.run(gcloud.command("delete", "--poll", "0.01"))
+    assert done.returncode == 1 and "pod still exists, ACTIVE" in done.stderr
+    gcloud.script(describe=[state("ACTIVE")], delete=[NETWORK])
     assert gcloud.run(gcloud.command("delete")).returncode == 1
+
+
+def test_a_network_error_does_not_keep_a_finished_run_from_being_deleted(gcloud):
+    describe = [state("ACTIVE"), state("ACTIVE"), NETWORK, state("ACTIVE"), state("ACTIVE"), NOT_FOUND]
+    gcloud.script(describe=describe, delete=[NETWORK, "ok"])
+    done = gcloud.run(gcloud.job("babysit", "--delete_when_done"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("pod is gone\n") and gcloud.verbs("delete") == ["delete", "delete"]
 
 
 @pytest.mark.parametrize(("capacity", "flags"), [("on-demand", []), ("spot", ["--spot"]), ("reserved", ["--reserved"])])
@@ -273,8 +395,8 @@ def test_a_dry_run_prints_what_a_run_then_does(gcloud):
     assert dry.returncode == 0 and gcloud.calls() == [] and not (gcloud.folder / "home").exists()
     printed = shlex.split(dry.stdout, comments=True)
     assert gcloud.run(gcloud.job("start")).returncode == 0
-    git = [printed.index("git"), printed.index("HEAD")]
-    del printed[git[0] : git[1] + 1]
+    git = printed.index("git")
+    del printed[git : printed.index("gcloud", git)]
     assert printed == [word for call in gcloud.calls() for word in ("gcloud", *call)]
 
 
@@ -300,6 +422,10 @@ def test_no_token_is_in_a_command_a_log_or_a_dry_run(gcloud):
     [
         (["--name", "a b"], "name is 'a b'; Google allows up to 63 of a-z, 0-9 and -, a letter first"),
         (["--slices", "0"], "slices is 0; it must be at least 1"),
+        (["--poll", "nan"], "poll is nan; it must be a number of seconds above 0"),
+        (["--backoff", "-1"], "backoff is -1.0; it must be a number of seconds, at least 0"),
+        (["--retries", "-1"], "retries is -1; it must be at least 0"),
+        (["--run_id", " "], "run_id is ' '; it must name the run"),
         (["--config", "absent.yaml"], "config is 'absent.yaml'; there is no such file"),
         (["--checkpoints", "/tmp/x"], "checkpoints is '/tmp/x'; it must be a folder of a bucket, gs://..., which outlives the machines"),
     ],

@@ -1,7 +1,7 @@
 """Files of uint16 tokens, read where they lie: nanoGPT's `train.bin` and the `fineweb_*_*.bin` shards of modded-nanogpt."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -9,7 +9,7 @@ from typing import Literal
 import fsspec
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
-from jaxtyping import Int32, UInt16
+from jaxtyping import Integer, UInt16
 from tqdm import tqdm
 
 Format = Literal["nanogpt", "fineweb"]
@@ -20,7 +20,7 @@ HEADER_WORDS = 256
 HEADER_BYTES = HEADER_WORDS * HEADER.itemsize
 MAGIC = 20240520
 VERSION = 1
-SCAN_TOKENS = 1 << 24
+PIECE_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,11 @@ class TokenFile:
             return None
         return np.memmap(self.path, TOKEN, mode="r", offset=self.start, shape=(self.tokens,))
 
-    def pieces(self) -> Iterator[UInt16[np.ndarray, " piece"]]:
-        """All tokens in their order, so many at a time that they fit into memory."""
-        for first in range(0, self.tokens, SCAN_TOKENS):
-            last = min(first + SCAN_TOKENS, self.tokens)
-            if self.mapped is not None:
-                yield self.mapped[first:last]
-            else:
-                yield np.frombuffer(_fetch(self.filesystem, self.path, self.byte_of(first), self.byte_of(last)), TOKEN)
-
 
 def open_token_files(patterns: Sequence[str], format: Format) -> list[TokenFile]:
     """The files that paths or globs name, on a local disk or at any fsspec URL, in the order given; a glob's are sorted.
+
+    Reads the sizes of all files and, together where a file system can, their first 1,024 bytes.
 
     Args:
         format: `nanogpt`, nothing but tokens; `fineweb`, 256 int32 (magic 20240520, version 1, number of tokens), then tokens.
@@ -63,26 +56,31 @@ def open_token_files(patterns: Sequence[str], format: Format) -> list[TokenFile]
         ValueError: a file is not of the format, or holds less or more than it says. The sentence has the file and the byte.
         FileNotFoundError: a path or a pattern names nothing.
     """
-    return [_open(path, filesystem, format) for path, filesystem in itertools.chain.from_iterable(map(_expand, patterns))]
+    found = list(itertools.chain.from_iterable(map(_expand, patterns)))
+    heads = _fetch([(filesystem, path, 0, min(size, HEADER_BYTES)) for filesystem, path, size in found])
+    return [_open(*file, head, format) for file, head in zip(found, heads, strict=True)]
 
 
-def _expand(pattern: str) -> list[tuple[str, fsspec.AbstractFileSystem]]:
+def _expand(pattern: str) -> list[tuple[fsspec.AbstractFileSystem, str, int]]:
     filesystem, path = fsspec.url_to_fs(pattern)
-    if not fsspec.core.has_magic(path):
-        return [(path, filesystem)]
-    paths = sorted(filesystem.glob(path))
-    if not paths:
-        raise FileNotFoundError(f"{pattern} matches no file")
-    return [(path, filesystem) for path in paths]
+    if fsspec.core.has_magic(path):
+        infos = filesystem.glob(path, detail=True)
+        if not infos:
+            raise FileNotFoundError(f"{pattern} matches no file")
+    else:
+        try:
+            infos = {path: filesystem.info(path)}
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path} does not exist") from None
+    for path, info in infos.items():
+        if info["type"] == "directory":
+            raise ValueError(f"{path}: is a directory, but must be a file of tokens")
+        if not isinstance(info["size"], int):
+            raise ValueError(f"{path}: its file system does not say how long it is")
+    return [(filesystem, path, info["size"]) for path, info in sorted(infos.items())]
 
 
-def _open(path: str, filesystem: fsspec.AbstractFileSystem, format: Format) -> TokenFile:
-    if not filesystem.exists(path):
-        raise FileNotFoundError(f"{path} does not exist")
-    size = filesystem.size(path)
-    if not isinstance(size, int):
-        raise ValueError(f"{path}: its file system does not say how long it is")
-    head = _fetch(filesystem, path, 0, min(size, HEADER_BYTES))
+def _open(filesystem: fsspec.AbstractFileSystem, path: str, size: int, head: bytes, format: Format) -> TokenFile:
     if format == "nanogpt":
         if head[: HEADER.itemsize] == MAGIC.to_bytes(HEADER.itemsize, "little"):
             raise ValueError(f"{path}: byte 0 begins a header of format fineweb, but the format is nanogpt, which has none")
@@ -109,47 +107,61 @@ def _open(path: str, filesystem: fsspec.AbstractFileSystem, format: Format) -> T
     return TokenFile(path, filesystem, start, tokens)
 
 
-def _fetch(filesystem: fsspec.AbstractFileSystem, path: str, start: int, end: int) -> bytes:
-    data = filesystem.cat_file(path, start=start, end=end)
-    assert isinstance(data, bytes)
-    return data
+def pieces(files: Sequence[TokenFile]) -> list[tuple[TokenFile, int, int]]:
+    """All tokens of the files in pieces, each a file, a first token and the one behind the last, that fit into memory."""
+    return [(file, first, min(first + PIECE_TOKENS, file.tokens)) for file in files for first in range(0, file.tokens, PIECE_TOKENS)]
 
 
-def check_tokens(files: Sequence[TokenFile], vocab_size: int) -> None:
-    """Reads all tokens, with a progress bar.
+def first_bad_piece(files: Sequence[TokenFile], vocab_size: int, share: int = 0, shares: int = 1) -> int | None:
+    """The index in `pieces` of the first one with a token that is not below `vocab_size`, or None.
 
-    Raises:
-        ValueError: a token is not below `vocab_size`. The sentence has the file and the byte.
+    Reads every piece of this share, the pieces share, share + shares, and so on; the first share shows its progress.
     """
-    with tqdm(total=sum(file.tokens for file in files), desc="Checking tokens", unit=" tokens", unit_scale=True) as progress:
-        for file in files:
-            first = 0
-            for piece in file.pieces():
-                if piece.max() >= vocab_size:
-                    index = int(np.argmax(piece >= vocab_size))
-                    raise ValueError(
-                        f"{file.path}: the token at byte {file.byte_of(first + index)} is {piece[index]}, "
-                        f"but the vocabulary has {vocab_size} tokens"
-                    )
-                first += len(piece)
-                progress.update(len(piece))
+    mine = list(enumerate(pieces(files)))[share::shares]
+    total = sum(last - first for _, (_, first, last) in mine)
+    with tqdm(total=total, desc="Checking tokens", unit=" tokens", unit_scale=True, disable=share > 0) as progress:
+        for index, (file, first, last) in mine:
+            if read_windows([(file, first)], last - first, TOKEN)[0].max() >= vocab_size:
+                return index
+            progress.update(last - first)
+    return None
 
 
-def read_windows(windows: Sequence[tuple[TokenFile, int]], length: int) -> list[Int32[np.ndarray, " length"]]:
+def bad_token(piece: tuple[TokenFile, int, int], vocab_size: int) -> ValueError:
+    """What is wrong with a bad piece: the file, the byte and the token."""
+    file, first, last = piece
+    (tokens,) = read_windows([(file, first)], last - first, TOKEN)
+    index = int(np.argmax(tokens >= vocab_size))
+    return ValueError(
+        f"{file.path}: the token at byte {file.byte_of(first + index)} is {tokens[index]}, but the vocabulary has {vocab_size} tokens"
+    )
+
+
+def read_windows(windows: Sequence[tuple[TokenFile, int]], length: int, dtype=np.int32) -> list[Integer[np.ndarray, " length"]]:
     """The windows of `length` tokens that begin at tokens of files. Those of remote files are requested together."""
-    read: list[np.ndarray | None] = [None if file.mapped is None else file.mapped[first : first + length] for file, first in windows]
+    read = [None if file.mapped is None else file.mapped[first : first + length] for file, first in windows]
+    remote = [i for i, tokens in enumerate(read) if tokens is None]
+    fetched = _fetch(
+        [
+            (file.filesystem, file.path, file.byte_of(first), file.byte_of(first + length))
+            for file, first in map(windows.__getitem__, remote)
+        ]
+    )
+    for i, data in zip(remote, fetched, strict=True):
+        read[i] = np.frombuffer(data, TOKEN)
+    return [np.asarray(tokens, dtype) for tokens in read]
+
+
+def _fetch(ranges: Sequence[tuple[fsspec.AbstractFileSystem, str, int, int]]) -> list[bytes]:
+    """The bytes from a start to an end of files, asked of each file system at once."""
+    fetched = [b""] * len(ranges)
     by_filesystem: dict[int, list[int]] = {}
-    for i, (file, _) in enumerate(windows):
-        if read[i] is None:
-            by_filesystem.setdefault(id(file.filesystem), []).append(i)
+    for i, (filesystem, *_) in enumerate(ranges):
+        by_filesystem.setdefault(id(filesystem), []).append(i)
     for indices in by_filesystem.values():
-        remote = [windows[i] for i in indices]
-        ranges = remote[0][0].filesystem.cat_ranges(
-            [file.path for file, _ in remote],
-            [file.byte_of(first) for file, first in remote],
-            [file.byte_of(first + length) for file, first in remote],
-            on_error="raise",
-        )
-        for i, data in zip(indices, ranges, strict=True):
-            read[i] = np.frombuffer(data, TOKEN)  # pyrefly: ignore[no-matching-overload]
-    return [np.asarray(tokens, dtype=np.int32) for tokens in read]
+        _, paths, starts, ends = zip(*(ranges[i] for i in indices), strict=True)
+        filesystem = ranges[indices[0]][0]
+        for i, data in zip(indices, filesystem.cat_ranges(list(paths), list(starts), list(ends), on_error="raise"), strict=True):
+            assert isinstance(data, bytes)
+            fetched[i] = data
+    return fetched

@@ -38,7 +38,8 @@ class ConsecutiveWindows(AsyncDataset[TokenSeqDict]):
         if not 0 <= index < self.ends[-1]:
             raise IndexError(f"window {index} of {self.ends[-1]}")
         file = int(np.searchsorted(self.ends, index, side="right"))
-        return file, (index - int(self.ends[file])) * self.length + self.files[file].tokens // self.length * self.length
+        begin = int(self.ends[file - 1]) if file else 0
+        return file, (index - begin) * self.length
 
 
 class RandomWindows(AsyncDataset[TokenSeqDict]):
@@ -56,7 +57,9 @@ class RandomWindows(AsyncDataset[TokenSeqDict]):
         self.files, self.length, self.seed = files, length, np.asarray(seed, np.uint64)
 
     async def async_len(self) -> int:
-        raise ValueError("random windows have no end: give validation files of their own instead of data.num_validation_sequences")
+        raise ValueError(
+            "random windows have no end, so that none can be held out or counted: windows of a bin component must be consecutive for that"
+        )
 
     def is_finite(self) -> bool:
         return False
@@ -74,12 +77,13 @@ class RandomWindows(AsyncDataset[TokenSeqDict]):
 class RandomExamples(CausalLmDataset):
     """Examples of random windows. They need no shuffling, so Levanter's only seeds them: a run's own key gives it its own windows."""
 
-    def __init__(self, windows: RandomWindows, Pos: Axis):
-        super().__init__(windows, Pos, block_cross_document_attention=False)
-        self.windows = windows
+    def __init__(self, windows: RandomWindows, Pos: Axis, **attention):
+        super().__init__(windows, Pos, **attention)
+        self.windows, self.attention = windows, attention
 
     def shuffle(self, key: PRNGKeyArray, **_) -> "RandomExamples":  # pyrefly: ignore[bad-override]
-        return RandomExamples(RandomWindows(self.windows.files, self.windows.length, np.asarray(jax.random.key_data(key))), self.Pos)
+        seed = np.asarray(jax.random.key_data(key))
+        return RandomExamples(RandomWindows(self.windows.files, self.windows.length, seed), self.Pos, **self.attention)
 
     def block_shuffle(self, *, key: PRNGKeyArray, **_) -> "RandomExamples":  # pyrefly: ignore[bad-override]
         return self.shuffle(key)

@@ -69,19 +69,22 @@ class PreemptibleTrainer(Trainer):
 def main() -> None:
     # Stock main has no place for a trainer of another class.
     levanter.main.train_lm.Trainer = PreemptibleTrainer
+    status = 0
     try:
         levanter.config.main(levanter.main.train_lm.main)()
     except Preempted as notice:
         levanter.tracker.current_tracker().finish()
-        # Waits for all processes: a scheduler that ends a job with its first process must not end one that still saves.
-        if jax.distributed.is_initialized():
-            jax.distributed.shutdown()
         print(notice, file=sys.stderr)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit: in the middle of an epoch the data loader's threads are at work, and Python aborts when it ends under them.
-        os._exit(PREEMPTED)
+        status = PREEMPTED
+    # Waits for all processes: a scheduler that ends a job with its first process must not end one that still saves.
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: in the middle of an epoch the data loader's threads are at work, and Python may abort when it ends under them, so that
+    # a run which has finished would look like one that failed.
+    os._exit(status)
 
 
 if __name__ == "__main__":
