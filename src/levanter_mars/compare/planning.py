@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from levanter_mars.compare.records import Record, by_rate
@@ -27,26 +27,34 @@ class Plan(NamedTuple):
 
 
 def make_plan(study: StudyConfig, records: Sequence[Record], data: str = "") -> Plan:
-    """The grid of every optimizer, extended while its best rate is at the edge.
+    """Every optimizer's grid for the first seed, then for the next: a study that was not finished still compares like with like.
 
     Args:
         data: identifies the data where `study` only names it.
     """
     known = {record.id: record for record in records}
-    runs = []
-    for optimizer in study.optimizers:
-        factors = list(study.learning_rate_factors)
-        for extensions in range(study.max_extensions + 1):
-            grid = [run(study, optimizer, factor, seed, data) for factor in factors for seed in study.seeds]
-            done = [known[r.id] for r in grid if r.id in known]
-            if len(done) < len(grid) or extensions == study.max_extensions or (edge := edge_of(done)) is None:
+    factors = {optimizer: grid_of(study, optimizer, known, data) for optimizer in study.optimizers}
+    runs = [run(study, name, factor, seed, data) for seed in study.seeds for name in study.optimizers for factor in factors[name]]
+    return Plan(runs, [r for r in runs if r.id not in known])
+
+
+def grid_of(study: StudyConfig, optimizer: str, known: Mapping[str, Record], data: str) -> list[float]:
+    """The factors of an optimizer: extended whenever, with the seeds whose runs are all there, the best of them is at an edge."""
+    factors = list(study.learning_rate_factors)
+    most = len(factors) + study.max_extensions
+    for count in range(1, len(study.seeds) + 1):
+        while True:
+            grid = [run(study, optimizer, factor, seed, data).id for seed in study.seeds[:count] for factor in factors]
+            if not all(id in known for id in grid):
+                return factors
+            edge = edge_of([known[id] for id in grid])
+            if edge is None or len(factors) == most:
                 break
             if edge == "low":
                 factors.insert(0, factors[0] ** 2 / factors[1])
             else:
                 factors.append(factors[-1] ** 2 / factors[-2])
-        runs.extend(grid)
-    return Plan(runs, [r for r in runs if r.id not in known])
+    return factors
 
 
 def run(study: StudyConfig, optimizer: str, factor: float, seed: int, data: str = "") -> Run:

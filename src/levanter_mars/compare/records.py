@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from levanter_mars.quickstart.training_log import TrainingLog
 
 
@@ -40,7 +42,7 @@ class Record:
     """Training loss of the first batch before any update, the same for all optimizers of a seed; None if it is not finite."""
     evaluations: tuple[Evaluation, ...]
     step_seconds: float | None
-    """Median over the run's steps, as the trainer measured them. The first, which contains compilation, has no weight."""
+    """That a tenth of the run's steps stay below, as the trainer measured them: what else a machine does at times has no weight."""
     state_bytes: int | None = None
     """Of the optimizer's state; None where only the log is known."""
     made_by: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -68,7 +70,7 @@ def result_of(log: TrainingLog, has_diverged: bool) -> dict[str, Any]:
         "tokens_per_step": round(statistics.median(tokens)) if tokens else 0,
         "first_loss": losses[0] if finite_steps else None,
         "evaluations": evaluations_of(log),
-        "step_seconds": round(log.median_step_seconds, 6) if log.step_seconds else None,
+        "step_seconds": round(float(np.quantile(list(log.step_seconds.values()), 0.1)), 6) if log.step_seconds else None,
     }
 
 
@@ -106,6 +108,7 @@ def read_records(path: Path) -> list[Record]:
 
 def append_record(path: Path, record: Record) -> None:
     """Adds a record, on the disk when this returns. A kill in between leaves the records before it as they are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         file.truncate(_whole_lines(file.name))
         file.write(json.dumps(dataclasses.asdict(record)).encode() + b"\n")

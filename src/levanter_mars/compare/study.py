@@ -1,6 +1,7 @@
 """What a study compares, as its YAML says it."""
 
 import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,9 @@ from levanter.tracker.json_logger import JsonLoggerConfig
 
 RATE_FIELDS = ("learning_rate", "learning_rate_1d", "adam_lr")
 """All learning rates that an optimizer may have, so that a factor keeps their ratios."""
+
+NAME = re.compile(r"[\w.-]+")
+"""Of an optimizer, because folders are called after it."""
 
 SCHEDULE_FIELDS = {"lr_schedule", "warmup", "decay", "min_lr_ratio", "cooldown", "rewarmup", "cycles", "cycle_length", "haps"}
 
@@ -43,7 +47,7 @@ class StudyConfig:
     baseline: str
     """The optimizer that the others are compared with."""
     work: Path = Path("build/compare")
-    """Folder of logs and of the checkpoints of the run in progress."""
+    """Folder of logs, of compiled programs and of the checkpoints of the run in progress. It may be lost: only that run begins again."""
     optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By name, in the order in which they are run: an `optimizer:` block of Levanter without a schedule. The learning rate is the grid's
     middle, factor 1."""
@@ -51,7 +55,7 @@ class StudyConfig:
     """Of the learning rate, for every optimizer."""
     train: dict[str, Any] = field(default_factory=dict)
     """What `python -m levanter.main.train_lm` takes, without an optimizer."""
-    learning_rate_factors: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
+    learning_rate_factors: tuple[float, ...] = (0.5, 1.0, 2.0)
     """The grid: each is multiplied with all of an optimizer's learning rates. Increasing."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of weights and data order."""
@@ -61,6 +65,8 @@ class StudyConfig:
     """Build the corpus of Python's standard library in data.tokenizer's folder first, with a vocabulary of this size; null for data that
     is there."""
     existing: tuple[ExistingRun, ...] = ()
+    only_report: bool = False
+    """Make no run; report on those that are there."""
 
     def __post_init__(self):
         try:
@@ -87,10 +93,14 @@ class StudyConfig:
     def _check(self) -> None:
         names = [*self.optimizers, *(run.optimizer for run in self.existing)]
         if self.baseline not in names:
-            raise ValueError(f"baseline is {self.baseline}; it must be one of {', '.join(dict.fromkeys(names)) or 'optimizers, but there is none'}")
+            raise ValueError(
+                f"baseline is {self.baseline}; it must be one of {', '.join(dict.fromkeys(names)) or 'optimizers, but there is none'}"
+            )
         for run in self.existing:
             if run.optimizer in self.optimizers:
-                raise ValueError(f"existing: {run.path} is named {run.optimizer}, as an optimizer of the study is; it must have another name")
+                raise ValueError(
+                    f"existing: {run.path} is named {run.optimizer}, as an optimizer of the study is; it must have another name"
+                )
             if not run.path.exists():
                 raise ValueError(f"existing: {run.path} does not exist")
         factors = self.learning_rate_factors
@@ -104,6 +114,8 @@ class StudyConfig:
         if self.optimizers:
             self._check_train()
         for name, block in self.optimizers.items():
+            if not NAME.fullmatch(name):
+                raise ValueError(f"optimizers has the name {name!r}; it must be letters, digits, dots, dashes and underscores")
             _refuse(block, SCHEDULE_FIELDS & set(block), f"optimizers.{name}", "the schedule is the same for all and stands in schedule")
             if "type" not in block:
                 raise ValueError(f"optimizers.{name} has no type")
@@ -115,7 +127,7 @@ class StudyConfig:
     def _check_train(self) -> None:
         trainer = self.train.get("trainer", {})
         _refuse(self.train, {"optimizer", "data_seed"} & set(self.train), "train", "the study sets it")
-        _refuse(trainer, {"seed", "id", "log_dir"} & set(trainer), "train.trainer", "the study sets it")
+        _refuse(trainer, {"seed", "id", "log_dir", "jax_compilation_cache_dir"} & set(trainer), "train.trainer", "the study sets it")
         if not isinstance(draccus.decode(TrainLmConfig, self.train).trainer.tracker, JsonLoggerConfig):
             raise ValueError("train.trainer.tracker.type must be json_logger, whose lines the study reads")
 

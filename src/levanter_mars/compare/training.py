@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ RECORDS = "runs.jsonl"
 DIVERGED = re.compile(r"^RuntimeError: Loss is (NaN|Inf)$", re.MULTILINE)
 """How Levanter's trainer ends a run whose loss is not finite."""
 PACKAGES = ("levanter-mars", "marin-levanter", "marin-haliax", "jax", "optax")
-SECONDS_BETWEEN_LOOKS = 0.5
+GLOBAL_STEP = re.compile(rb'"global_step": (\d+)')
+SECONDS_BETWEEN_LOOKS = 2
 
 
 class RunFailed(Exception):
@@ -91,7 +92,7 @@ def train(run: Run, work: Path, lock: int, steps: int, state_bytes: int, bar: tq
             try:
                 while process.poll() is None:
                     time.sleep(SECONDS_BETWEEN_LOOKS)
-                    bar.n = before + len(read_training_log(log_path).train_loss)
+                    bar.n = before + steps_taken(log_path)
                     bar.refresh()
             except BaseException:
                 process.terminate()
@@ -103,11 +104,26 @@ def train(run: Run, work: Path, lock: int, steps: int, state_bytes: int, bar: tq
     return record_of(run, log, has_diverged, state_bytes)
 
 
+def steps_taken(log_path: Path) -> int:
+    """By the end of a run's log; 0 if it does not say."""
+    if not log_path.exists():
+        return 0
+    with log_path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 10_000))
+        steps = GLOBAL_STEP.findall(file.read())
+    return int(steps[-1]) + 1 if steps else 0
+
+
 def complete_document(run: Run, folder: Path) -> dict[str, Any]:
     """The run's YAML with what depends on where it is made."""
     trainer = run.document["trainer"]
-    checkpointer = {**trainer.get("checkpointer", {}), "base_path": str(folder / "checkpoints")}
-    return {**run.document, "trainer": {**trainer, "id": run.id, "log_dir": str(folder), "checkpointer": checkpointer}}
+    here = {
+        "id": run.id,
+        "log_dir": str(folder),
+        "checkpointer": {**trainer.get("checkpointer", {}), "base_path": str(folder / "checkpoints")},
+        "jax_compilation_cache_dir": str(folder.parent / "compiled"),
+    }
+    return {**run.document, "trainer": {**trainer, **here}}
 
 
 def record_of(run: Run, log: TrainingLog, has_diverged: bool, state_bytes: int) -> Record:
@@ -128,7 +144,7 @@ def processor() -> str:
 
 
 @contextlib.contextmanager
-def study_lock(work: Path) -> Iterator[int]:
+def study_lock(work: Path) -> Generator[int]:
     """Yields a descriptor whose lock is held until every process that inherited it has ended."""
     work.mkdir(parents=True, exist_ok=True)
     with (work / "lock").open("w") as file:
@@ -142,7 +158,7 @@ def study_lock(work: Path) -> Iterator[int]:
 
 def progress_bar() -> tqdm:
     """Counts steps; its estimate of the time left is by the steps that this process has seen."""
-    form = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} steps, {elapsed} elapsed, {remaining} left"
+    form = "{desc}{percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} steps, {elapsed} elapsed, {remaining} left"
     return tqdm(total=1, smoothing=0, bar_format=form, dynamic_ncols=True, file=sys.stderr)
 
 

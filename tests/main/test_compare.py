@@ -1,0 +1,167 @@
+"""A study of two optimizers, one of which always diverges, made by the command itself: once in one go, once killed on the way."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import levanter.config
+import pytest
+import stock
+import yaml
+from draccus.utils import ParsingError
+
+from levanter_mars.compare.study import StudyConfig
+from levanter_mars.main.compare import compare
+
+STEPS = 40
+TABLES = ("table.md", "table.json", "loss_curves.png", "learning_rates.png")
+
+
+def write_study(folder: Path) -> None:
+    folder.mkdir()
+    stock.write_workspace(folder)
+    train = stock.config({})
+    del train["optimizer"], train["trainer"]["seed"]
+    train["data"]["components"]["corpus"]["source"]["validation_urls"] = ["corpus.jsonl"]
+    train["trainer"] |= {"num_train_steps": STEPS, "steps_per_eval": 10, "max_eval_batches": 2}
+    train["trainer"]["checkpointer"] = {"save_interval": "1s", "keep": []}
+    study = {
+        "results": "results",
+        "work": "work",
+        "baseline": "adamw",
+        "optimizers": {"adamw": {"type": "adam", "learning_rate": 1e-2}, "far-too-fast": {"type": "adam", "learning_rate": 1e30}},
+        "schedule": {"warmup": 0},
+        "learning_rate_factors": [0.5, 1],
+        "max_extensions": 0,
+        "seeds": [0],
+        "train": train,
+    }
+    (folder / "study.yaml").write_text(yaml.safe_dump(study))
+
+
+def start(folder: Path) -> subprocess.Popen:
+    with (folder / "said.txt").open("w") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", "levanter_mars.main.compare", "--config", "study.yaml"],
+            cwd=folder,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def finish(folder: Path, process: subprocess.Popen) -> str:
+    """Waits for a study to end well; returns what it said."""
+    try:
+        status = process.wait(900)
+    finally:
+        kill(process)
+    said = (folder / "said.txt").read_text()
+    assert status == 0, said[-3000:]
+    return said
+
+
+def kill(process: subprocess.Popen) -> None:
+    """The study and its run."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def wait_until(process: subprocess.Popen, condition, seconds: float = 600) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "the study ended before"
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.05)
+
+
+def records(folder: Path) -> list[dict]:
+    path = folder / "results" / "runs.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def without_times(record: dict) -> dict:
+    return {key: value for key, value in record.items() if key != "step_seconds"}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("study") / "straight"
+    write_study(folder)
+    finish(folder, start(folder))
+    return folder
+
+
+@pytest.mark.slow
+def test_a_study_with_an_optimizer_that_diverges_completes(straight):
+    made = records(straight)
+    assert [(r["optimizer"], r["learning_rate"], r["diverged"]) for r in made] == [
+        ("adamw", 5e-3, False),
+        ("adamw", 1e-2, False),
+        ("far-too-fast", 5e29, True),
+        ("far-too-fast", 1e30, True),
+    ]
+    for record in made[:2]:
+        assert record["steps"] == STEPS
+        assert [e[0] for e in record["evaluations"]] == [10, 20, 30, 40]
+        assert record["evaluations"][-1][2] < record["evaluations"][0][2] < record["first_loss"]
+    # Weights and data are those of the seed, whatever the optimizer.
+    assert len({r["first_loss"] for r in made}) == 1
+    table = (straight / "results" / "table.md").read_text()
+    assert "| far-too-fast | – | 2 | 1 | diverged | – | – | – | 2 |" in table
+    assert "- far-too-fast: every learning rate has a run that diverged." in table
+
+
+@pytest.mark.slow
+def test_killed_and_started_again_it_comes_to_the_same(straight, tmp_path):
+    folder = tmp_path / "killed"
+    write_study(folder)
+    # In the middle of the first run, once it has a checkpoint.
+    process = start(folder)
+    wait_until(process, lambda: list(folder.glob("work/adamw*/checkpoints/**/metadata.json")))
+    kill(process)
+    assert records(folder) == []
+    # Before the second run's first step.
+    process = start(folder)
+    wait_until(process, lambda: len(records(folder)) == 1 and len(list(folder.glob("work/adamw*/output.txt"))) == 2)
+    kill(process)
+    first = records(folder)
+    # In the middle of writing a record; and the work folder is lost, as if another machine went on.
+    with (folder / "results" / "runs.jsonl").open("a") as file:
+        file.write('{"id": "adamw-lr0.01')
+    shutil.rmtree(folder / "work")
+    said = finish(folder, start(folder))
+    assert "4 runs over the seeds 0." in said
+    made = records(folder)
+    assert made[:1] == first
+    assert list(map(without_times, made)) == list(map(without_times, records(straight)))
+    for name in TABLES:
+        assert (folder / "results" / name).read_bytes() == (straight / "results" / name).read_bytes(), name
+    # Once more: no run is repeated.
+    shutil.rmtree(folder / "work")
+    finish(folder, start(folder))
+    assert records(folder) == made
+    assert not list((folder / "work").glob("adamw*"))
+
+
+def test_bad_input_is_refused_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_study(tmp_path / "study")
+    arguments = ["--config", "study/study.yaml", "--baseline", "sgd"]
+    with pytest.raises(ParsingError, match="baseline is sgd; it must be one of adamw, far-too-fast"):
+        levanter.config.main(compare, args=arguments)()
+    assert [p.name for p in tmp_path.iterdir()] == ["study"]
+
+
+def test_a_report_without_runs(tmp_path):
+    study = StudyConfig(results=tmp_path / "results", baseline="adamw", optimizers={"adamw": {"type": "adam"}}, only_report=True)
+    with pytest.raises(ValueError, match="no learning rate of the baseline adamw has ended, so there is nothing to compare with"):
+        compare(study)
+    assert not (tmp_path / "results").exists()
