@@ -1,6 +1,13 @@
-"""Records of runs that nobody made, for tests of what is computed from them."""
+"""Records and logs of runs that nobody made, for tests of what is read and computed from them."""
+
+import logging
+from pathlib import Path
+
+from levanter.tracker.json_logger import JsonLoggerTracker
 
 from levanter_mars.compare.records import Evaluation, Record
+
+STEPS = 6
 
 
 def record(optimizer: str, rate: float, seed: int, curve=None, **fields) -> Record:
@@ -31,3 +38,25 @@ OTHER = [
     record("mars", 2e-2, 0, state_bytes=120),
     record("mars", 2e-2, 1, [5.0, 4.0, 3.0], state_bytes=120),
 ]
+
+
+def log_run(tracker, steps: int = STEPS, stop_after: int = STEPS, lower_by: float = 0) -> None:
+    """What train_lm logs of a run with an evaluation every third step; its held-out losses can be lower."""
+    tracker.log_summary({"parameter_count": 10})
+    for step in range(stop_after):
+        tracker.log({"train/loss": 5.0 - step / 4, "global_step": step, "run_progress": (step + 1) / steps}, step=step)
+        tracker.log({"throughput/tokens_per_second": 32.0, "throughput/duration": 0.5}, step=step)
+        if step % 3 == 2:
+            tracker.log({"eval/loss": 4.5 - step / 4 - lower_by, "eval/note": "x" * 20_000}, step=step)
+    tracker.finish()
+
+
+def json_log(folder: Path, name: str = "run.log", **kwargs) -> Path:
+    path = folder / name
+    logger = logging.Logger("levanter.json_logger")
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s - %(name)s :: %(message)s"))
+    logger.addHandler(handler)
+    log_run(JsonLoggerTracker(logger), **kwargs)
+    handler.close()
+    return path

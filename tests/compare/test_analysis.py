@@ -47,7 +47,7 @@ def test_what_a_reader_must_know():
     assert analyze(BASELINE + apart, "adamw", ["adamw", "mars"]).notes == [
         "Seed 0: the first batch's loss before any update is 6.0000 with adamw and 6.2500 with mars: their runs did not start from the "
         "same weights and data.",
-        "mars: one seed only, so nothing says how far another seed's loss is from this one.",
+        "One seed only, so nothing says how far another seed's loss would be: mars.",
     ]
 
 

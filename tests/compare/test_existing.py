@@ -1,43 +1,18 @@
 """Runs that Levanter's own trackers wrote, read back."""
 
 import json
-import logging
 import math
 from pathlib import Path
 
 import pytest
 import wandb
-from levanter.tracker.json_logger import JsonLoggerTracker
+from comparisons import STEPS, json_log, log_run
 from levanter.tracker.tensorboard import TensorboardConfig
 from levanter.tracker.wandb import WandbTracker
 
 from levanter_mars.compare.existing import read_existing
 from levanter_mars.compare.records import Evaluation
 from levanter_mars.compare.study import ExistingRun
-
-STEPS = 6
-
-
-def log_run(tracker, steps: int = STEPS, stop_after: int = STEPS) -> None:
-    """What train_lm logs of a run with an evaluation every third step."""
-    tracker.log_summary({"parameter_count": 10})
-    for step in range(stop_after):
-        tracker.log({"train/loss": 5.0 - step / 4, "global_step": step, "run_progress": (step + 1) / steps}, step=step)
-        tracker.log({"throughput/tokens_per_second": 32.0, "throughput/duration": 0.5}, step=step)
-        if step % 3 == 2:
-            tracker.log({"eval/loss": 4.5 - step / 4, "eval/note": "x" * 20_000}, step=step)
-    tracker.finish()
-
-
-def json_log(folder: Path, **kwargs) -> Path:
-    path = folder / "run.log"
-    logger = logging.Logger("levanter.json_logger")
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s - %(name)s :: %(message)s"))
-    logger.addHandler(handler)
-    log_run(JsonLoggerTracker(logger), **kwargs)
-    handler.close()
-    return path
 
 
 def tensorboard_folder(folder: Path, **kwargs) -> Path:

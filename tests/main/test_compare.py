@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,9 +15,10 @@ import levanter.config
 import pytest
 import stock
 import yaml
+from comparisons import json_log
 from draccus.utils import ParsingError
 
-from levanter_mars.compare.study import StudyConfig
+from levanter_mars.compare.study import ExistingRun, StudyConfig
 from levanter_mars.main.compare import compare
 
 STEPS = 40
@@ -123,20 +125,19 @@ def test_a_study_with_an_optimizer_that_diverges_completes(straight):
 def test_killed_and_started_again_it_comes_to_the_same(straight, tmp_path):
     folder = tmp_path / "killed"
     write_study(folder)
-    # In the middle of the first run, once it has a checkpoint.
+    # The study and its run, once that has a checkpoint.
     process = start(folder)
     wait_until(process, lambda: list(folder.glob("work/adamw*/checkpoints/**/metadata.json")))
     kill(process)
     assert records(folder) == []
-    # Before the second run's first step.
+    # The study alone, as its second run begins; the run goes on by itself. And a record that was being written.
     process = start(folder)
     wait_until(process, lambda: len(records(folder)) == 1 and len(list(folder.glob("work/adamw*/output.txt"))) == 2)
-    kill(process)
+    process.kill()
+    process.wait()
     first = records(folder)
-    # In the middle of writing a record; and the work folder is lost, as if another machine went on.
     with (folder / "results" / "runs.jsonl").open("a") as file:
         file.write('{"id": "adamw-lr0.01')
-    shutil.rmtree(folder / "work")
     said = finish(folder, start(folder))
     assert "4 runs over the seeds 0." in said
     made = records(folder)
@@ -144,11 +145,25 @@ def test_killed_and_started_again_it_comes_to_the_same(straight, tmp_path):
     assert list(map(without_times, made)) == list(map(without_times, records(straight)))
     for name in TABLES:
         assert (folder / "results" / name).read_bytes() == (straight / "results" / name).read_bytes(), name
-    # Once more: no run is repeated.
+    # On another machine, which has the results alone, no run is repeated.
     shutil.rmtree(folder / "work")
     finish(folder, start(folder))
     assert records(folder) == made
     assert not list((folder / "work").glob("adamw*"))
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_named_and_not_taken_for_one_that_diverged(tmp_path):
+    folder = tmp_path / "study"
+    write_study(folder)
+    (folder / "corpus.jsonl").unlink()
+    study = yaml.safe_load((folder / "study.yaml").read_text())
+    (folder / "study.yaml").write_text(yaml.safe_dump({**study, "optimizers": {"adamw": {"type": "adam"}}}))
+    process = start(folder)
+    assert process.wait(900) == 1
+    said = (folder / "said.txt").read_text()
+    assert re.search(r"Run adamw-\S+ failed, and the other runs of adamw are given up; what it said is in work/adamw-\S+/output\.txt", said)
+    assert records(folder) == []
 
 
 def test_bad_input_is_refused_before_anything_is_made(tmp_path, monkeypatch):
@@ -165,3 +180,17 @@ def test_a_report_without_runs(tmp_path):
     with pytest.raises(ValueError, match="no learning rate of the baseline adamw has ended, so there is nothing to compare with"):
         compare(study)
     assert not (tmp_path / "results").exists()
+
+
+def test_runs_that_were_made_elsewhere_are_compared_without_a_study(tmp_path, capsys):
+    existing = tuple(
+        ExistingRun(json_log(tmp_path, f"{name}{seed}.log", lower_by=lower_by + seed / 8), name, 1e-3, seed)
+        for name, lower_by in (("ours", 0.5), ("theirs", 0.0))
+        for seed in (0, 1)
+    )
+    compare(StudyConfig(results=tmp_path / "results", baseline="theirs", existing=existing))
+    table = (tmp_path / "results" / "table.md").read_text()
+    assert "4 runs were made elsewhere." in table
+    assert "| ours | 0.001 | 1 | 2 | 2.6875 ± 0.0884 | -0.5000 ± 0.0000 | 6 | 96 | 0 | – |" in table
+    assert "| theirs | 0.001 | 1 | 2 | 3.1875 ± 0.0884 | – | 6 | 96 | 0 | – |" in table
+    assert f"Page: {tmp_path / 'results' / 'index.html'}" in capsys.readouterr().out

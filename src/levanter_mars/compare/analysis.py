@@ -129,7 +129,7 @@ def analyze(records: Sequence[Record], baseline: str, order: Sequence[str]) -> A
         rows=rows,
         timings=[_timing(name, runs) for name, runs in best.items() if any(run.step_seconds is not None for run in runs)],
         curves=[mean_curve(name, runs) for name, runs in best.items() if runs],
-        notes=[*_start_notes(records), *(note for row in rows for note in _row_notes(row, baseline))],
+        notes=[*_start_notes(records), *_seed_notes(rows), *(note for row in rows for note in _row_notes(row, baseline))],
     )
 
 
@@ -203,6 +203,11 @@ def _start_notes(records: Sequence[Record]) -> list[str]:
     return notes
 
 
+def _seed_notes(rows: Sequence[Row]) -> list[str]:
+    alone = [row.optimizer for row in rows if row.seeds == 1 and row.loss is not None]
+    return [f"One seed only, so nothing says how far another seed's loss would be: {', '.join(alone)}."] if alone else []
+
+
 def _row_notes(row: Row, baseline: str) -> list[str]:
     notes = []
     if row.loss is None:
@@ -212,9 +217,7 @@ def _row_notes(row: Row, baseline: str) -> list[str]:
     if row.edge is not None:
         where = {"low": "lowest", "high": "highest"}[row.edge]
         notes.append(f"{row.optimizer}: its best learning rate is the {where} of those tried; a better one may lie beyond.")
-    if row.seeds == 1:
-        notes.append(f"{row.optimizer}: one seed only, so nothing says how far another seed's loss is from this one.")
-    elif row.difference is not None and row.difference_spread is not None:
+    if row.difference is not None and row.difference_spread is not None:
         error = row.difference_spread / math.sqrt(row.paired_seeds)
         if abs(row.difference) < 2 * error:
             notes.append(

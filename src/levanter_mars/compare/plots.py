@@ -35,7 +35,7 @@ def rate_sensitivity(analysis: Analysis) -> bytes:
         style = _style(analysis, row.optimizer)
         ended = [(rate.learning_rate, rate.mean, rate.losses) for rate in row.rates if not rate.diverged]
         rates, means, losses = zip(*ended, strict=True) if ended else ((), (), ())
-        shown += means
+        shown += [loss for of_rate in losses for loss in of_rate]
         axes.plot(rates, means, label=row.optimizer, **style)
         axes.vlines(rates, list(map(min, losses)), list(map(max, losses)), color=style["color"], linewidth=1)
         for rate in row.rates:
@@ -45,7 +45,7 @@ def rate_sensitivity(analysis: Analysis) -> bytes:
                 axes.plot(*position, "x", color=style["color"], markersize=9, transform=axes.get_xaxis_transform(), clip_on=False)
     # Rates that are far too high must not flatten the rest.
     height = min(max(shown) - min(shown), TALLEST)
-    axes.set_ylim(min(shown) - 0.05 * height - 0.01, min(shown) + 1.1 * height + 0.01)
+    axes.set_ylim(min(shown) - 0.05 * height - 0.01, min(shown) + 1.15 * height + 0.01)
     axes.set_xscale("log")
     axes.set(xlabel="peak learning rate (×: a run diverged)", ylabel="held-out loss at the end, nats a token")
     return _png(figure, axes)

@@ -39,29 +39,25 @@ class RunFailed(Exception):
     """A run ended without a result that could be recorded."""
 
 
-def run_study(study: StudyConfig, data: str, state_bytes: Callable[[str], int]) -> list[str]:
+def run_study(study: StudyConfig, data: str, state_bytes: Callable[[str], int | None]) -> list[str]:
     """Makes all runs that have no record yet, and those that the results then ask for.
 
     Args:
         data: identifies the data, see `make_plan`.
-        state_bytes: of an optimizer, by name.
+        state_bytes: of an optimizer, by name; None if it is not known.
 
     Returns:
         A sentence for each optimizer whose runs were given up because one of them failed.
     """
     path = study.results / RECORDS
     failures: dict[str, str] = {}
+    steps = study.train_config(next(iter(study.optimizers))).trainer.num_train_steps
     with study_lock(study.work) as lock, progress_bar() as bar:
-        while True:
-            plan = make_plan(study, read_records(path), data)
-            pending = [r for r in plan.pending if r.optimizer not in failures]
-            steps = study.train_config(next(iter(study.optimizers))).trainer.num_train_steps
-            bar.total = steps * (len(plan.runs) - len(plan.pending) + len(pending))
-            bar.initial = bar.initial or steps * (len(plan.runs) - len(plan.pending))
+        plan = make_plan(study, read_records(path), data)
+        bar.initial = steps * (len(plan.runs) - len(plan.pending))
+        while pending := [run for run in plan.pending if run.optimizer not in failures]:
             bar.n = steps * (len(plan.runs) - len(plan.pending))
-            bar.refresh()
-            if not pending:
-                return list(failures.values())
+            bar.total = bar.n + steps * len(pending)
             run = pending[0]
             bar.set_description(run.id)
             try:
@@ -71,9 +67,11 @@ def run_study(study: StudyConfig, data: str, state_bytes: Callable[[str], int]) 
                 tqdm.write(str(failure), file=sys.stderr)
             else:
                 shutil.rmtree(study.work / run.id / "checkpoints", ignore_errors=True)
+            plan = make_plan(study, read_records(path), data)
+    return list(failures.values())
 
 
-def train(run: Run, work: Path, lock: int, steps: int, state_bytes: int, bar: tqdm) -> Record:
+def train(run: Run, work: Path, lock: int, steps: int, state_bytes: int | None, bar: tqdm) -> Record:
     """Makes one run, or what is missing of it.
 
     Raises:
@@ -126,7 +124,7 @@ def complete_document(run: Run, folder: Path) -> dict[str, Any]:
     return {**run.document, "trainer": {**trainer, **here}}
 
 
-def record_of(run: Run, log: TrainingLog, has_diverged: bool, state_bytes: int) -> Record:
+def record_of(run: Run, log: TrainingLog, has_diverged: bool, state_bytes: int | None) -> Record:
     result = result_of(log, has_diverged)
     return Record(run.id, run.optimizer, run.learning_rate, run.seed, **result, state_bytes=state_bytes, made_by=environment())
 
