@@ -15,13 +15,16 @@ import levanter.config
 import pytest
 import stock
 import yaml
-from comparisons import json_log
+from comparisons import json_log, record
 from draccus.utils import ParsingError
 
+from levanter_mars.compare.records import append_record
 from levanter_mars.compare.study import ExistingRun, StudyConfig
 from levanter_mars.main.compare import compare
 
 STEPS = 40
+TIMEOUT = 3600
+"""Seconds; only ends what would hang."""
 TABLES = ("table.md", "table.json", "loss_curves.png", "learning_rates.png")
 
 
@@ -61,7 +64,7 @@ def start(folder: Path) -> subprocess.Popen:
 def finish(folder: Path, process: subprocess.Popen) -> str:
     """Waits for a study to end well; returns what it said."""
     try:
-        status = process.wait(900)
+        status = process.wait(TIMEOUT)
     finally:
         kill(process)
     said = (folder / "said.txt").read_text()
@@ -76,7 +79,7 @@ def kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def wait_until(process: subprocess.Popen, condition, seconds: float = 600) -> None:
+def wait_until(process: subprocess.Popen, condition, seconds: float = TIMEOUT) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, "the study ended before"
@@ -110,10 +113,10 @@ def test_a_study_with_an_optimizer_that_diverges_completes(straight):
         ("far-too-fast", 5e29, True),
         ("far-too-fast", 1e30, True),
     ]
-    for record in made[:2]:
-        assert record["steps"] == STEPS
-        assert [e[0] for e in record["evaluations"]] == [10, 20, 30, 40]
-        assert record["evaluations"][-1][2] < record["evaluations"][0][2] < record["first_loss"]
+    for run in made[:2]:
+        assert run["steps"] == STEPS
+        assert [e[0] for e in run["evaluations"]] == [10, 20, 30, 40]
+        assert run["evaluations"][-1][2] < run["evaluations"][0][2] < run["first_loss"]
     # Weights and data are those of the seed, whatever the optimizer.
     assert len({r["first_loss"] for r in made}) == 1
     table = (straight / "results" / "table.md").read_text()
@@ -122,33 +125,41 @@ def test_a_study_with_an_optimizer_that_diverges_completes(straight):
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_it_comes_to_the_same(straight, tmp_path):
+def test_killed_on_the_way_it_comes_to_the_same(straight, tmp_path):
     folder = tmp_path / "killed"
     write_study(folder)
-    # The study and its run, once that has a checkpoint.
+    # It was begun on another machine; one of its four runs is left.
+    lines = (straight / "results" / "runs.jsonl").read_text().splitlines(keepends=True)
+    (folder / "results").mkdir()
+    (folder / "results" / "runs.jsonl").write_text("".join([lines[0], *lines[2:]]))
+    begun = records(folder)
+    # The study and its run are killed once that has a checkpoint.
     process = start(folder)
     wait_until(process, lambda: list(folder.glob("work/adamw*/checkpoints/**/metadata.json")))
     kill(process)
-    assert records(folder) == []
-    # The study alone, as its second run begins; the run goes on by itself. And a record that was being written.
+    (output,) = folder.glob("work/adamw*/output.txt")
+    output.unlink()
+    # The study alone is killed while a record is written; its run goes on by itself.
     process = start(folder)
-    wait_until(process, lambda: len(records(folder)) == 1 and len(list(folder.glob("work/adamw*/output.txt"))) == 2)
+    wait_until(process, output.exists)
     process.kill()
     process.wait()
-    first = records(folder)
+    assert records(folder) == begun
     with (folder / "results" / "runs.jsonl").open("a") as file:
-        file.write('{"id": "adamw-lr0.01')
+        file.write(lines[1][:30])
     said = finish(folder, start(folder))
     assert "4 runs over the seeds 0." in said
-    made = records(folder)
-    assert made[:1] == first
-    assert list(map(without_times, made)) == list(map(without_times, records(straight)))
+    (log,) = folder.glob("work/adamw*/adamw*.log.log")
+    assert "Resuming training from step" in log.read_text()
+    *others, last = records(folder)
+    assert others == begun
+    assert without_times(last) == without_times(records(straight)[1])
     for name in TABLES:
         assert (folder / "results" / name).read_bytes() == (straight / "results" / name).read_bytes(), name
-    # On another machine, which has the results alone, no run is repeated.
+    # Where all runs are there, none is repeated.
     shutil.rmtree(folder / "work")
     finish(folder, start(folder))
-    assert records(folder) == made
+    assert records(folder) == [*others, last]
     assert not list((folder / "work").glob("adamw*"))
 
 
@@ -160,7 +171,7 @@ def test_a_run_that_fails_is_named_and_not_taken_for_one_that_diverged(tmp_path)
     study = yaml.safe_load((folder / "study.yaml").read_text())
     (folder / "study.yaml").write_text(yaml.safe_dump({**study, "optimizers": {"adamw": {"type": "adam"}}}))
     process = start(folder)
-    assert process.wait(900) == 1
+    assert process.wait(TIMEOUT) == 1
     said = (folder / "said.txt").read_text()
     assert re.search(r"Run adamw-\S+ failed, and the other runs of adamw are given up; what it said is in work/adamw-\S+/output\.txt", said)
     assert records(folder) == []
@@ -176,10 +187,15 @@ def test_bad_input_is_refused_before_anything_is_made(tmp_path, monkeypatch):
 
 
 def test_a_report_without_runs(tmp_path):
-    study = StudyConfig(results=tmp_path / "results", baseline="adamw", optimizers={"adamw": {"type": "adam"}}, only_report=True)
-    with pytest.raises(ValueError, match="no learning rate of the baseline adamw has ended, so there is nothing to compare with"):
+    train = {"trainer": {"tracker": {"type": "json_logger"}}}
+    study = StudyConfig(tmp_path / "results", "adamw", optimizers={"adamw": {"type": "adam"}}, train=train, only_report=True)
+    with pytest.raises(ValueError, match=r"there is nothing to report: .*/runs\.jsonl holds no run of this study"):
         compare(study)
     assert not (tmp_path / "results").exists()
+    append_record(study.results / "runs.jsonl", record("adamw", 1e-3, 0, [4.0]))
+    with pytest.raises(ValueError, match=r"1 runs in runs\.jsonl belong to another config or another corpus and are left out"):
+        compare(study)
+    assert [path.name for path in study.results.iterdir()] == ["runs.jsonl"]
 
 
 def test_runs_that_were_made_elsewhere_are_compared_without_a_study(tmp_path, capsys):

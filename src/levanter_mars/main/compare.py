@@ -61,6 +61,8 @@ def report(study: StudyConfig, data: str, existing: Sequence[Record]) -> None:
         introduction.append(f"{len(existing)} runs were made elsewhere.")
     if other := len(kept) - len(records):
         introduction.append(f"{other} runs in {RECORDS} belong to another config or another corpus and are left out.")
+    if not records and not existing:
+        raise ValueError(f"there is nothing to report: {study.results / RECORDS} holds no run of this study. {' '.join(introduction[1:])}")
     analysis = analyze([*records, *existing], study.baseline, list(dict.fromkeys([*study.optimizers, *(r.optimizer for r in existing)])))
     study.results.mkdir(parents=True, exist_ok=True)
     table = write_report(study.results, analysis, f"Comparison {study.results.name}", introduction)
