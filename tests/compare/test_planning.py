@@ -104,7 +104,7 @@ def test_stopped_anywhere_a_study_ends_with_the_same_runs(tmp_path):
     config = study(tmp_path, seeds=(0, 1, 2))
     losses = valley(6e-3)
     straight = make_all(config, losses)
-    for kept in range(len(straight)):
+    for kept in range(0, len(straight), 3):
         # Another machine's file may have its lines in another order.
         begun = random.Random(kept).sample(straight[:kept], kept)
         again = make_all(config, losses, begun)

@@ -9,13 +9,14 @@ from levanter_mars.compare.training import DIVERGED, steps_taken, study_lock
 
 def test_a_run_whose_study_was_killed_is_waited_for(tmp_path, capsys):
     with study_lock(tmp_path) as lock:
-        run = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, pass_fds=[lock])
+        program = "import sys; sys.stdin.read(); open(sys.argv[1], 'w')"
+        run = subprocess.Popen([sys.executable, "-c", program, tmp_path / "ended"], stdin=subprocess.PIPE, pass_fds=[lock])
         ender = subprocess.Popen(["sleep", "1"], stdout=run.stdin)
     # The run reads until nobody holds the other end of its input any more.
     run.stdin.close()
     with study_lock(tmp_path):
-        assert run.wait(0) == 0
-    ender.wait()
+        assert (tmp_path / "ended").exists()
+    assert [run.wait(), ender.wait()] == [0, 0]
     assert "Another process makes a run of the study in" in capsys.readouterr().err
 
 

@@ -1,5 +1,6 @@
 """What a study compares, as its YAML says it."""
 
+import functools
 import itertools
 import re
 from collections.abc import Mapping
@@ -74,18 +75,24 @@ class StudyConfig:
         except (ValueError, DraccusException) as error:
             raise ParsingError(str(error)) from None
 
+    @functools.cached_property
+    def _known_rates(self) -> dict[str, dict[str, float]]:
+        """Of `rates`, because parsing an optimizer for each of hundreds of runs takes seconds."""
+        return {}
+
+    def rates(self, optimizer: str) -> dict[str, float]:
+        """All learning rates of an optimizer at factor 1, its defaults included."""
+        if optimizer not in self._known_rates:
+            config = draccus.decode(OptimizerConfig, {**self.schedule, **self.optimizers[optimizer]})
+            values = {field: getattr(config, field, None) for field in RATE_FIELDS}
+            self._known_rates[optimizer] = {field: rate for field, rate in values.items() if rate is not None}
+        return self._known_rates[optimizer]
+
     def run_document(self, optimizer: str, factor: float, seed: int) -> dict[str, Any]:
         """What train_lm is given for one run: it differs from another's in the optimizer's block and the seed alone."""
-        block = {**self.schedule, **self.optimizers[optimizer]}
-        config = draccus.decode(OptimizerConfig, block)
-        for name in RATE_FIELDS:
-            rate = getattr(config, name, None)
-            if rate is not None:
-                block[name] = float(f"{rate * factor:.4g}")
+        rates = {field: float(f"{rate * factor:.4g}") for field, rate in self.rates(optimizer).items()}
+        block = {**self.schedule, **self.optimizers[optimizer], **rates}
         return {**self.train, "trainer": {**self.train["trainer"], "seed": seed}, "optimizer": block}
-
-    def learning_rate(self, optimizer: str, factor: float) -> float:
-        return self.run_document(optimizer, factor, self.seeds[0])["optimizer"]["learning_rate"]
 
     def train_config(self, optimizer: str) -> TrainLmConfig:
         return draccus.decode(TrainLmConfig, self.run_document(optimizer, 1.0, self.seeds[0]))
