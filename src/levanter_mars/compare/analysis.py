@@ -1,0 +1,226 @@
+"""From records to the table: every optimizer at its own best learning rate, at the end of the schedule."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from levanter_mars.compare.planning import edge_of, mean_final_loss
+from levanter_mars.compare.records import Record, by_rate
+
+SAME_LOSS = 1e-3
+"""Losses of one model on one batch differ by less where two compiled programs round differently, nats a token."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One learning rate of one optimizer, over all seeds."""
+
+    learning_rate: float
+    losses: tuple[float, ...]
+    """Held-out, at the end, of the runs that came there; nats a token."""
+    diverged: int
+    """Runs that diverged."""
+
+    @property
+    def mean(self) -> float | None:
+        """Of those; None if there is none."""
+        return statistics.fmean(self.losses) if self.losses else None
+
+    @property
+    def spread(self) -> float | None:
+        """Their standard deviation; None if there are not two."""
+        return spread_of(self.losses)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One optimizer. Losses are held-out, in nats a token; None stands for what is not known or never came."""
+
+    optimizer: str
+    learning_rate: float | None
+    """The best of those tried, by the mean over seeds."""
+    edge: str | None
+    """"low" or "high" where it is the lowest or highest of those tried, so that a better one may lie beyond."""
+    rates: tuple[Rate, ...]
+    """All that were tried, lowest first."""
+    seeds: int
+    loss: float | None
+    """Mean over seeds at the end."""
+    spread: float | None
+    """Standard deviation of a seed's loss."""
+    difference: float | None
+    """Mean over seeds of the loss minus the baseline's of the same seed, which had the same weights and data."""
+    difference_spread: float | None
+    paired_seeds: int
+    """Of that mean."""
+    steps_to_baseline: int | None
+    """Steps at the first evaluation whose mean over seeds is at or below the baseline's loss at the end."""
+    tokens_to_baseline: int | None
+    state_bytes: int | None
+
+    @property
+    def diverged(self) -> int:
+        """Runs that diverged, over all rates."""
+        return sum(rate.diverged for rate in self.rates)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One optimizer's step, at its best rate; see `Record.step_seconds`."""
+
+    optimizer: str
+    step_seconds: float
+    """The least of the runs."""
+    highest: float
+    machines: int
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Held-out loss, mean over seeds, at the best rate."""
+
+    optimizer: str
+    steps: tuple[int, ...]
+    mean: tuple[float, ...]
+    lowest: tuple[float, ...]
+    highest: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    baseline: str
+    steps: int
+    tokens_per_step: int
+    rows: list[Row]
+    timings: list[Timing]
+    curves: list[Curve]
+    notes: list[str]
+    """What a reader must know before believing the table."""
+
+
+def analyze(records: Sequence[Record], baseline: str, order: Sequence[str]) -> Analysis:
+    """Compares optimizers, in the given order, over the seeds that all of an optimizer's learning rates have.
+
+    Raises:
+        ValueError: runs differ in their number of steps or tokens, or the baseline has no run that ended.
+    """
+    groups = {name: with_every_rate([r for r in records if r.optimizer == name]) for name in order}
+    groups = {name: runs for name, runs in groups.items() if runs}
+    records = [r for runs in groups.values() for r in runs]
+    best = {name: best_runs(runs) for name, runs in groups.items()}
+    if not best.get(baseline):
+        raise ValueError(f"no learning rate of the baseline {baseline} has ended, so there is nothing to compare with")
+    finished = [r for r in records if not r.diverged]
+    for record in finished:
+        for what, value, wanted in (
+            ("steps", record.steps, finished[0].steps),
+            ("tokens a step", record.tokens_per_step, finished[0].tokens_per_step),
+        ):
+            if value != wanted:
+                raise ValueError(
+                    f"{record.id} has {value:,} {what} and {finished[0].id} has {wanted:,}; only runs with one schedule can be compared"
+                )
+    rows = [_row(name, runs, best[name], best[baseline]) for name, runs in groups.items()]
+    return Analysis(
+        baseline=baseline,
+        steps=finished[0].steps,
+        tokens_per_step=finished[0].tokens_per_step,
+        rows=rows,
+        timings=[_timing(name, runs) for name, runs in best.items() if any(run.step_seconds is not None for run in runs)],
+        curves=[mean_curve(name, runs) for name, runs in best.items() if runs],
+        notes=[*_start_notes(records), *_seed_notes(rows), *(note for row in rows for note in _row_notes(row, baseline))],
+    )
+
+
+def with_every_rate(records: Sequence[Record]) -> list[Record]:
+    """Those of one optimizer with seeds that all of its rates have: in a study that is not finished the others are left out."""
+    seeds = set.intersection(*({r.seed for r in runs} for runs in by_rate(records).values())) if records else set()
+    return [r for r in records if r.seed in seeds]
+
+
+def best_runs(records: Sequence[Record]) -> list[Record]:
+    """The runs of the rate whose mean final loss is lowest; none where every rate has a run that diverged."""
+    best = min(by_rate(records).values(), key=mean_final_loss)
+    return best if math.isfinite(mean_final_loss(best)) else []
+
+
+def mean_curve(name: str, runs: Sequence[Record]) -> Curve:
+    """Over the evaluations that all runs have."""
+    by_step = [{e.steps: e.held_out_loss for e in run.evaluations} for run in runs]
+    steps = sorted(set.intersection(*map(set, by_step))) if by_step else []
+    losses = [[losses[step] for losses in by_step] for step in steps]
+    return Curve(name, tuple(steps), tuple(map(statistics.fmean, losses)), tuple(map(min, losses)), tuple(map(max, losses)))
+
+
+def _row(name: str, records: Sequence[Record], best: Sequence[Record], baseline: Sequence[Record]) -> Row:
+    losses = {run.seed: run.final_loss for run in best}
+    paired = [losses[run.seed] - run.final_loss for run in baseline if run.seed in losses] if best is not baseline else []
+    target = statistics.fmean(run.final_loss for run in baseline)
+    curve = mean_curve(name, best)
+    reached = next((step for step, loss in zip(curve.steps, curve.mean, strict=True) if loss <= target), None)
+    rates = [
+        Rate(rate, tuple(r.final_loss for r in runs if not r.diverged), sum(r.diverged for r in runs))
+        for rate, runs in by_rate(records).items()
+    ]
+    return Row(
+        optimizer=name,
+        learning_rate=best[0].learning_rate if best else None,
+        edge=edge_of(records) if best and len(rates) > 1 else None,
+        rates=tuple(rates),
+        seeds=len({r.seed for r in records}),
+        loss=statistics.fmean(losses.values()) if losses else None,
+        spread=spread_of(list(losses.values())),
+        difference=statistics.fmean(paired) if paired else None,
+        difference_spread=spread_of(paired),
+        paired_seeds=len(paired),
+        steps_to_baseline=reached,
+        tokens_to_baseline=None if reached is None else reached * best[0].tokens_per_step,
+        state_bytes=records[0].state_bytes,
+    )
+
+
+def _timing(name: str, runs: Sequence[Record]) -> Timing:
+    seconds = [run.step_seconds for run in runs if run.step_seconds is not None]
+    return Timing(name, min(seconds), max(seconds), len({str(run.made_by.get("machine")) for run in runs}))
+
+
+def spread_of(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def _start_notes(records: Sequence[Record]) -> list[str]:
+    """A difference here means that optimizers did not get the same weights and data."""
+    notes = []
+    for seed in sorted({r.seed for r in records}):
+        losses = {r.optimizer: r.first_loss for r in records if r.seed == seed and r.first_loss is not None}
+        low, high = (choose(losses, key=losses.__getitem__, default=None) for choose in (min, max))
+        if low is not None and high is not None and losses[high] - losses[low] > SAME_LOSS:
+            notes.append(
+                f"Seed {seed}: the first batch's loss before any update is {losses[low]:.4f} with {low} and {losses[high]:.4f} "
+                f"with {high}: their runs did not start from the same weights and data."
+            )
+    return notes
+
+
+def _seed_notes(rows: Sequence[Row]) -> list[str]:
+    alone = [row.optimizer for row in rows if row.seeds == 1 and row.loss is not None]
+    return [f"One seed only, so nothing says how far another seed's loss would be: {', '.join(alone)}."] if alone else []
+
+
+def _row_notes(row: Row, baseline: str) -> list[str]:
+    notes = []
+    if row.loss is None:
+        notes.append(f"{row.optimizer}: every learning rate has a run that diverged.")
+    elif row.diverged:
+        notes.append(f"{row.optimizer}: {row.diverged} of its runs diverged, at rates that are not the best.")
+    if row.edge is not None:
+        where = {"low": "lowest", "high": "highest"}[row.edge]
+        notes.append(f"{row.optimizer}: its best learning rate is the {where} of those tried; a better one may lie beyond.")
+    if row.difference is not None and row.difference_spread is not None:
+        error = row.difference_spread / math.sqrt(row.paired_seeds)
+        if abs(row.difference) < 2 * error:
+            notes.append(
+                f"{row.optimizer}: its difference to {baseline} is less than twice its standard error over {row.paired_seeds} seeds."
+            )
+    return notes

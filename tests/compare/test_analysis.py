@@ -1,0 +1,76 @@
+"""The table's numbers, against ones worked out by hand."""
+
+import math
+
+import pytest
+from comparisons import BASELINE, OTHER, record
+
+from levanter_mars.compare.analysis import Timing, analyze
+
+
+def test_each_at_its_best_rate():
+    analysis = analyze(BASELINE + OTHER, "adamw", ["adamw", "mars"])
+    adamw, mars = analysis.rows
+    assert (analysis.steps, analysis.tokens_per_step) == (30, 100)
+    assert (adamw.optimizer, adamw.learning_rate, adamw.edge, len(adamw.rates), adamw.seeds) == ("adamw", 2e-3, None, 3, 2)
+    assert adamw.loss == pytest.approx(4.1)
+    assert adamw.spread == pytest.approx(0.2 / math.sqrt(2))
+    assert (adamw.difference, adamw.steps_to_baseline, adamw.tokens_to_baseline, adamw.state_bytes) == (None, 30, 3000, 80)
+    # 2e-2 has a lower loss with one seed, but diverged with the other.
+    assert (mars.learning_rate, mars.edge, mars.diverged, mars.paired_seeds) == (1e-2, "low", 1, 2)
+    assert mars.loss == pytest.approx(3.95)
+    assert mars.difference == pytest.approx(-0.15)
+    assert mars.difference_spread == pytest.approx(0.1 / math.sqrt(2))
+    assert (mars.steps_to_baseline, mars.tokens_to_baseline) == (20, 2000)
+    assert [(rate.learning_rate, rate.losses, rate.diverged) for rate in mars.rates] == [(1e-2, (3.8, 4.1), 0), (2e-2, (3.0,), 1)]
+
+
+def test_curves_and_times():
+    analysis = analyze(BASELINE + OTHER, "adamw", ["adamw", "mars"])
+    curve = analysis.curves[1]
+    assert (curve.optimizer, curve.steps, curve.lowest, curve.highest) == ("mars", (10, 20, 30), (4.8, 4.05, 3.8), (4.8, 4.15, 4.1))
+    assert curve.mean == pytest.approx((4.8, 4.1, 3.95))
+    assert analysis.timings == [Timing("adamw", 0.5, 0.5, 1), Timing("mars", 0.625, 0.75, 1)]
+
+
+def test_what_a_reader_must_know():
+    analysis = analyze(BASELINE + OTHER, "adamw", ["adamw", "mars"])
+    assert analysis.notes == [
+        "mars: 1 of its runs diverged, at rates that are not the best.",
+        "mars: its best learning rate is the lowest of those tried; a better one may lie beyond.",
+    ]
+    noisy = [record("mars", 1e-2, 0, [4, 4, 3.8]), record("mars", 1e-2, 1, [4, 4, 4.3])]
+    assert analyze(BASELINE + noisy, "adamw", ["adamw", "mars"]).notes == [
+        "mars: its difference to adamw is less than twice its standard error over 2 seeds.",
+    ]
+    apart = [record("mars", 1e-2, 0, [4, 4, 3.8], first_loss=6.25)]
+    assert analyze(BASELINE + apart, "adamw", ["adamw", "mars"]).notes == [
+        "Seed 0: the first batch's loss before any update is 6.0000 with adamw and 6.2500 with mars: their runs did not start from the "
+        "same weights and data.",
+        "One seed only, so nothing says how far another seed's loss would be: mars.",
+    ]
+
+
+def test_an_optimizer_that_always_diverges_is_in_the_table():
+    analysis = analyze([*BASELINE, record("mars", 1e-2, 0), record("mars", 1e-2, 1)], "adamw", ["adamw", "mars"])
+    row = analysis.rows[1]
+    assert (row.optimizer, row.loss, row.learning_rate, row.steps_to_baseline, row.diverged) == ("mars", None, None, None, 2)
+    assert analysis.notes == ["mars: every learning rate has a run that diverged."]
+    assert [curve.optimizer for curve in analysis.curves] == ["adamw"]
+
+
+def test_an_unfinished_study_uses_the_seeds_that_every_rate_has():
+    begun = [r for r in BASELINE if (r.learning_rate, r.seed) != (4e-3, 1)]
+    (row,) = analyze(begun, "adamw", ["adamw", "mars"]).rows
+    assert (row.seeds, row.learning_rate, row.loss, row.spread) == (1, 2e-3, 4.0, None)
+
+
+def test_runs_that_cannot_be_compared():
+    longer = record("mars", 1e-2, 0, [5.0, 4.5, 4.2, 4.0])
+    with pytest.raises(ValueError, match=r"mars-0\.01-0 has 40 steps and adamw-0\.001-0 has 30; only runs with one schedule"):
+        analyze([*BASELINE, longer], "adamw", ["adamw", "mars"])
+    larger = record("mars", 1e-2, 0, [5.0, 4.5, 4.2], tokens_per_step=200)
+    with pytest.raises(ValueError, match="has 200 tokens a step and"):
+        analyze([*BASELINE, larger], "adamw", ["adamw", "mars"])
+    with pytest.raises(ValueError, match="no learning rate of the baseline adamw has ended"):
+        analyze(OTHER, "adamw", ["adamw", "mars"])
