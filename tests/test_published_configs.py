@@ -94,7 +94,9 @@ def trainable_shapes(model: str):
 
 def test_every_file_is_part_of_a_run_and_says_one_thing():
     used = {path for run in RUNS for path in files(*run)}
-    assert used | {CONFIG / "eval" / "published.yaml"} == set(CONFIG.glob("*/**/*.yaml"))
+    # config/vision holds whole configs, of another main; tests/vision parses them.
+    parts = {path for path in CONFIG.glob("*/**/*.yaml") if path.parent != CONFIG / "vision"}
+    assert used | {CONFIG / "eval" / "published.yaml"} == parts
     for path in used:
         assert list(yaml.safe_load(path.read_text())) == [path.relative_to(CONFIG).parts[0]]
 
