@@ -198,7 +198,11 @@ class _Group:
         splits = [s for s in range(2, devices + 1) if devices % s == 0 and sum(counts) * s <= devices]
         split = min([1, *splits], key=slowest)
         flops = [cost(m, n, 1).flops for m, n in shapes]
-        shares = pack(flops, counts, devices // split)
+        if split == 1:
+            shares = pack(flops, counts, devices)
+        else:  # a group computes one matrix, all groups in step, and there are as many groups
+            shares = [tuple(int(i == cut) for i in range(len(cuts))) for cut, n in enumerate(counts) for _ in range(n)]
+            shares += [(0,) * len(cuts)] * (devices // split - len(shares))
         fullest = max(shares, key=lambda share: sum(map(operator.mul, share, flops)))
         return _Group(axes, dict(mesh.shape), cuts, [cuts.index(p.cut) for p in placed], split, shares, fullest)
 

@@ -27,7 +27,7 @@ def newton_schulz(
     steps: int | Int[Array, ""] = 5,
     coefficients: str = "jordan",
     dtype: jnp.dtype | str = "bfloat16",
-    sum_of_parts: Callable[[Array], Array] = lambda part: part,
+    sum_of_parts: Callable[[Array], Array] | None = None,
 ) -> Float[Array, "*batch m n"]:
     """Orthogonalizes every matrix of a batch: X ← aX + (bA + cA²)X with A = XXᵀ, from X = G/(‖G‖_F + ε).
 
@@ -39,21 +39,23 @@ def newton_schulz(
         steps: iterations.
         coefficients: a name in COEFFICIENTS.
         dtype: of the iteration; the Frobenius norm is taken in float32.
-        sum_of_parts: the sum of an array over those who hold the other columns, where `matrices`, not tall, are some columns of matrices.
+        sum_of_parts: the sum of an array over those who hold the other columns, where `matrices` are some columns of matrices that are not
+            tall, even if these columns are; None where they are whole.
 
     Returns:
         UVᵀ of each matrix's singular value decomposition, approximately, in `dtype`.
     """
-    tall = matrices.shape[-2] > matrices.shape[-1]
+    tall = sum_of_parts is None and matrices.shape[-2] > matrices.shape[-1]
+    whole = sum_of_parts or (lambda part: part)
     x = jnp.swapaxes(matrices, -2, -1) if tall else matrices
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    norm = jnp.sqrt(sum_of_parts(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)))
+    norm = jnp.sqrt(whole(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)))
     x = (x / (norm + _EPSILON)).astype(dtype)
     # Full precision of float32 where that is asked for: TPUs and GPUs would multiply in less.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
     def iterate(x: Array, a, b, c) -> Array:
-        gram = sum_of_parts(jnp.matmul(x, jnp.swapaxes(x, -2, -1), precision=precision))
+        gram = whole(jnp.matmul(x, jnp.swapaxes(x, -2, -1), precision=precision))
         return a * x + jnp.matmul(b * gram + c * jnp.matmul(gram, gram, precision=precision), x, precision=precision)
 
     sets = COEFFICIENTS[coefficients]

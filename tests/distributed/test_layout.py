@@ -123,6 +123,14 @@ check("two matrices, cut along the long side", two, {"data": 8}, {"output": "dat
 one = hnn.Linear(gaussian_like(hax.zeros((In, Out.resize(16381))), seed=5), None, In, Out.resize(16381))
 check("a side that the group does not divide", one, {"data": 8}, {"input": "data"})
 
+# Small ones beside a large one: a group computes one matrix, also where a packing would give it two.
+small = [hnn.Linear(gaussian_like(hax.zeros((In, Out.resize(64))), seed=i), None, In, Out.resize(64)) for i in range(6, 8)]
+check("one large and two small", [two[0], *small], {"data": 8}, {"input": "data"})
+# Some columns of a wide matrix are a tall one.
+Short = In.resize(520)
+wide = hnn.Linear(gaussian_like(hax.zeros((Short, Out.resize(4096))), seed=8), None, Short, Out.resize(4096))
+assert "all-reduce" in check("tall parts", wide, {"data": 8}, {"input": "data"})
+
 # Plain arrays say where they lie if the mesh is explicit; if not, nobody knows, and the compiler is left to it.
 plain = {"w": gaussian_like(jnp.zeros((16, 24)), seed=4), "v": gaussian_like(jnp.zeros((24, 16)), seed=5)}
 for kind in (AxisType.Explicit, AxisType.Auto):
