@@ -2,7 +2,7 @@
 
 Four times in the suite; as often as one likes with
 
-    make test PYTEST_ARGS="tests/reliability/test_random_kills.py --kills 20 -s"
+    .venv/bin/python -m pytest tests/reliability/test_random_kills.py --kills 20 -s
 """
 
 import functools
