@@ -65,7 +65,7 @@ def train(module: str, optimizer: dict, folder: Path, name: str) -> list[float]:
     if status:
         raise SystemExit(f"{name} ended with {status}:\n{(folder / f'{name}.err').read_text()[-3000:]}")
     steps = stock.metrics(folder, name)
-    # The oldest logs no loss of the first two steps.
+    # Some log no loss of the first two steps.
     losses = [step["train/loss"] for step in steps]
     if steps[-1]["global_step"] != stock.STEPS - 1 or not losses[-1] < losses[0] - 0.5:
         raise SystemExit(f"{name} ended at step {steps[-1]['global_step']} with the losses {losses}")
