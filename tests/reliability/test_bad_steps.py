@@ -52,16 +52,18 @@ def test_the_same_poison_is_the_end_of_adamw(folder):
 
 
 @pytest.mark.parametrize(("weight", "word"), [(math.nan, "NaN"), (2e36, "Inf")])
-def test_a_loss_that_is_not_finite_stops_the_run_if_the_trainer_says_so(weight, word, folder):
-    """By a z-loss of that weight; the second overflows in its sum. If it may go on, each step is skipped, counted, and of no effect."""
-    mars = {"type": "mars-adamw"}
-    assert forked.finish(forked.start(folder, config(f"{word}-stops", mars, z_loss_weight=weight, steps=6), f"{word}-stops")) == 1
+def test_a_loss_that_is_not_finite_stops_the_run(weight, word, folder):
+    """By a z-loss of that weight; the second overflows in its sum."""
+    stops = config(f"{word}-stops", {"type": "mars-adamw"}, z_loss_weight=weight, steps=6)
+    assert forked.finish(forked.start(folder, stops, f"{word}-stops")) == 1
     assert f"RuntimeError: Loss is {word}" in (folder / f"{word}-stops.err").read_text()
 
-    going_on = config(f"{word}-goes-on", mars, z_loss_weight=weight, steps=6, crash_on_nan=False, crash_on_inf=False)
+
+def test_without_crash_on_nan_each_bad_step_is_skipped_and_counted(folder):
+    going_on = config("goes-on", {"type": "mars-adamw"}, z_loss_weight=math.nan, steps=6, crash_on_nan=False)
     going_on["trainer"]["checkpointer"]["keep"] = [{"every": 2}]
-    forked.run(folder, going_on, f"{word}-goes-on")
-    assert stock.metrics(folder, f"{word}-goes-on")[-1]["optim/mars/skipped_steps"] == 6
-    early, late = (checkpoints.arrays(folder / "checkpoints" / f"{word}-goes-on" / f"step-{step}") for step in (2, 5))
+    forked.run(folder, going_on, "goes-on")
+    assert stock.metrics(folder, "goes-on")[-1]["optim/mars/skipped_steps"] == 6
+    early, late = (checkpoints.arrays(folder / "checkpoints" / "goes-on" / f"step-{step}") for step in (2, 5))
     unchanged = [key for key in early if "/mu/" in key or key.startswith("model/")]
     assert len(unchanged) > 20 and [key for key in unchanged if early[key] != late[key]] == []
