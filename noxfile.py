@@ -1,4 +1,4 @@
-"""levanter-mars with each Levanter that the README's table names, in a fresh environment each. It takes about half an hour.
+"""levanter-mars with each Levanter that the README's table names, in a fresh environment each. About 15 minutes on two cores.
 
     make compatibility
 
