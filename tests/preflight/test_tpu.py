@@ -21,6 +21,7 @@ from levanter_mars.explanation import explain, trainable_shapes
 from levanter_mars.preflight.absent_devices import absent_devices
 from levanter_mars.preflight.hardware import parse_topology, tpu_devices
 from levanter_mars.preflight.report import Report, out_of_memory, preflight
+from levanter_mars.preflight.train_step import lower_train_step
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed; make test installs it"),
@@ -181,12 +182,15 @@ def test_what_train_lm_refuses_is_refused(fields, sentence):
 def test_the_model_of_a_checkpoint_is_the_one_compiled(tmp_path):
     transformers.GPT2Config(n_layer=1, n_embd=WIDTH, n_head=2, n_positions=LENGTH).save_pretrained(tmp_path)
     named = dataclasses.replace(config(AdamConfig()), initialize_from_hf=str(tmp_path), use_hf_model_config=True)
-    reported = report(named, "v5e:1x1")
-    assert reported.parameter_count == 12 * WIDTH**2 + (VOCABULARY + LENGTH) * WIDTH + (4 + 5 + 4) * WIDTH
-    assert not [note for note in reported.notes if "weights" in note]
-    assert any(
-        "initialize_from_hf names are not read" in note for note in report(dataclasses.replace(named, use_hf_model_config=False)).notes
-    )
+    devices = tpu_devices(parse_topology("v5e:1x1"))
+    step = lower_train_step(named, devices, VOCABULARY)
+    assert step.parameter_count == 12 * WIDTH**2 + (VOCABULARY + LENGTH) * WIDTH + (9 + 6) * WIDTH  # biases; scales and offsets of norms
+    assert step.notes == []
+    own = lower_train_step(dataclasses.replace(named, use_hf_model_config=False), devices, VOCABULARY)
+    assert own.parameter_count == PARAMETERS
+    assert own.notes == [
+        "the model is the one that the config's model block describes; the weights that initialize_from_hf names are not read"
+    ]
 
 
 @pytest.mark.parametrize(
