@@ -53,10 +53,10 @@ def report(study: StudyConfig, data: str, existing: Sequence[Record]) -> None:
     wanted = {run.id for run in plan.runs}
     records = [record for record in kept if record.id in wanted]
     introduction = [f"{len(records)} runs over the seeds {', '.join(map(str, study.seeds))}."] if plan.runs else []
+    if plan.runs and len(study.grid_seeds) < len(study.seeds):
+        introduction.append(f"Learning rates were chosen with the seeds {', '.join(map(str, study.grid_seeds))} alone.")
     if plan.pending:
-        introduction = [
-            f"Unfinished: {len(records)} of at least {len(plan.runs)} runs are there, and no conclusion is drawn before the rest."
-        ]
+        introduction = [f"Unfinished: {len(records)} of at least {plan.least} runs are there, and no conclusion is drawn before the rest."]
     if existing:
         introduction.append(f"{len(existing)} runs were made elsewhere.")
     if other := len(kept) - len(records):
