@@ -65,7 +65,7 @@ def test_there_are_configs():
 def test_config(path):
     config = draccus.decode(StudyConfig, yaml.safe_load(path.read_text()))
     runs = make_plan(config, []).runs
-    assert len(runs) == len(config.optimizers) * len(config.seeds) * len(config.learning_rate_factors)
+    assert len(runs) == len(config.optimizers) * len(config.grid_seeds) * len(config.learning_rate_factors)
     # Optimizers get the same schedule, and a rate in the grid's middle that is their own.
     for run in runs:
         assert {key: run.document["optimizer"][key] for key in config.schedule} == config.schedule
