@@ -16,9 +16,10 @@ help:
 	@echo "make train   train a small GPT-2 with MARS-AdamW on this machine's CPU"
 	@echo "make test    the whole test suite"
 	@echo "make check   format, lint and types"
+	@echo "make compatibility  train with each Levanter that README.md names, in environments of their own"
 	@echo "make venv    only the environment, .venv, that the others make too"
 	@echo "make lock    pin new dependencies in requirements/ (UPGRADE=--upgrade moves all of them)"
-	@echo "make clean   remove .venv, .uv, .sky, .torch and caches; what was trained stays"
+	@echo "make clean   remove .venv, .uv, .sky, .torch, .nox and caches; what was trained stays"
 
 # Without the platform named, JAX would try the libtpu that the tests install, and complain.
 .PHONY: train
@@ -30,6 +31,11 @@ train: venv
 .PHONY: test
 test: venv .venv/.preflight .venv/.eval .sky/.installed $(wildcard .torch/.installed)
 	.venv/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+# Not among the tests: it makes an environment for each Levanter. ONLY='levanter(newest)' runs one of them.
+.PHONY: compatibility
+compatibility: venv
+	.venv/bin/nox $(if $(ONLY),--sessions '$(ONLY)')
 
 .PHONY: check
 check: venv
@@ -93,4 +99,4 @@ lock: $(UV)
 
 .PHONY: clean
 clean:
-	rm -rf .venv .uv .sky .torch .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .uv .sky .torch .nox .pytest_cache .ruff_cache .hypothesis

@@ -6,3 +6,7 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A test that asks the hub for something fails at once, and does not depend on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--kills", type=int, default=4, help="how often tests/reliability/test_random_kills.py kills its run")

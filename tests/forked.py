@@ -57,16 +57,16 @@ def run(folder: Path, config: dict, name: str, **kwargs) -> None:
     assert status == 0, f"{name} ended with {status}:\n{(folder / f'{name}.err').read_text()[-3000:]}"
 
 
-def kill_self_at(event: str, path_ends: str, times: int = 1) -> None:
-    """From now on this process gets SIGKILL just before it does something (a Python audit event) for that many times to such a path."""
-    seen = 0
+def kill_self_at(event: str, path_ends: str, how: signal.Signals = signal.SIGKILL) -> None:
+    """From now on this process gets that signal just before it does something (a Python audit event) to such a path, the first time."""
+    seen = False
 
     def hook(happening: str, arguments: tuple) -> None:
         nonlocal seen
-        if happening == event and any(isinstance(x, str | os.PathLike) and os.fspath(x).endswith(path_ends) for x in arguments):
-            seen += 1
-            if seen == times:
-                os.kill(os.getpid(), signal.SIGKILL)
+        paths = [os.fspath(x) for x in arguments if isinstance(x, str | os.PathLike)]
+        if happening == event and not seen and any(path.endswith(path_ends) for path in paths if isinstance(path, str)):
+            seen = True
+            os.kill(os.getpid(), how)
 
     sys.addaudithook(hook)
 

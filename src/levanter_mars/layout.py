@@ -5,6 +5,7 @@ Here every device gets its share of whole matrices in one all-to-all, computes w
 the least that can be sent, each device's part of the matrices once out and once back. Knows nothing of what is computed.
 """
 
+import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,7 +92,7 @@ def map_matrices(
     raw = [x.array if isinstance(x, hax.NamedArray) else x for x in arrays]
     specs = tuple(PartitionSpec(*names) for names in axes)
     results = jax.shard_map(on_each_device, in_specs=specs, out_specs=specs, check_vma=False)(*raw)
-    return [hax.NamedArray(y, x.axis_names) if isinstance(x, hax.NamedArray) else y for x, y in zip(arrays, results, strict=True)]
+    return [dataclasses.replace(x, array=y) if isinstance(x, hax.NamedArray) else y for x, y in zip(arrays, results, strict=True)]
 
 
 def _mesh_axes(x: Any, mesh) -> tuple[tuple[str, ...], ...] | None:

@@ -124,7 +124,7 @@ class Parameter:
         order = self.stack + self.outputs + self.inputs
         array = matrices.reshape([like.array.shape[i] if isinstance(like, hax.NamedArray) else like.shape[i] for i in order])
         array = array.transpose([order.index(i) for i in range(len(order))])
-        return hax.NamedArray(array, like.axis_names) if isinstance(like, hax.NamedArray) else array
+        return dataclasses.replace(like, array=array) if isinstance(like, hax.NamedArray) else array
 
     def _feature_names(self, x: hax.NamedArray) -> tuple[str, ...]:
         return tuple(x.axes[i].name for i in self.inputs + self.outputs)

@@ -124,7 +124,8 @@ def safe_step(
 def skip_outliers(config: SkipStepConfig, inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
     """Levanter's `skip_bad_steps` around `inner`, which skips what is not finite: losses and norms that are not stay out of its history.
 
-    One of them in it would make every mean NaN, and every step look bad, until it has left the history again.
+    One of them in it would make every mean NaN, and every step look bad, until it has left the history again. A step that Levanter skips
+    is counted in `skipped_steps` as one that `inner` skips is.
     """
     wrapped = config.wrap(inner)
 
@@ -133,10 +134,24 @@ def skip_outliers(config: SkipStepConfig, inner: optax.GradientTransformationExt
         finite = jnp.isfinite(loss) & jnp.isfinite(optax.global_norm(updates))
         history = ("losses", "grad_norms", "valid_mask", "current_idx", "count")
         return new_updates, dataclasses.replace(
-            new, **{name: jnp.where(finite, getattr(new, name), getattr(state, name)) for name in history}
+            new,
+            inner_opt_state=_count_skipped(new.inner_opt_state, state.inner_opt_state),
+            **{name: jnp.where(finite, getattr(new, name), getattr(state, name)) for name in history},
         )
 
     return optax.GradientTransformationExtraArgs(wrapped.init, update)
+
+
+def _count_skipped(new: PyTree, old: PyTree) -> PyTree:
+    """Counts a step whose state Levanter has put back to the old one, the count of steps included."""
+
+    def count(new, old):
+        if not isinstance(new, StepState):
+            return new
+        skipped = jnp.where(new.count == old.count, optax.safe_increment(old.skipped_steps), new.skipped_steps)
+        return new._replace(skipped_steps=skipped)
+
+    return jax.tree.map(count, new, old, is_leaf=lambda x: isinstance(x, StepState))
 
 
 def apply_clip_factor() -> optax.GradientTransformationExtraArgs:

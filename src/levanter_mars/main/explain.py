@@ -13,7 +13,7 @@ import levanter.config
 from draccus.utils import DraccusException
 from levanter.main.train_lm import TrainLmConfig
 
-from levanter_mars.data.component import check_vocabularies
+from levanter_mars.data.vocabularies import check_vocabularies
 from levanter_mars.explanation import explain, trainable_shapes
 
 

@@ -25,7 +25,7 @@ from levanter.callbacks import StepInfo
 from levanter.main.train_lm import TrainLmConfig
 from levanter.trainer import Trainer
 
-from levanter_mars.data.component import check_vocabularies
+from levanter_mars.data.vocabularies import check_vocabularies
 
 PREEMPTED = 75
 
