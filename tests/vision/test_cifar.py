@@ -101,6 +101,10 @@ def broken(change: str) -> dict[str, dict | bytes]:
         batch["labels"].pop()
     elif change == "a label that is no class":
         batch["labels"][0] = 10
+    elif change == "labels of several numbers":
+        batch["labels"] = [[1], [1, 2], 3, 4]
+    elif change == "no images":
+        batch |= {"data": batch["data"][:0], "labels": []}
     elif change == "no pickle":
         parts["cifar-10-batches-py/data_batch_3"] = b"\x80\x02}q"
     elif change == "a pickle that calls something":
@@ -117,6 +121,8 @@ def broken(change: str) -> dict[str, dict | bytes]:
         ("images of another size", "the images of data_batch_3 are uint8 [4, 768], but must be uint8 [n, 3072]"),
         ("a label too few", "data_batch_3 does not hold one label of labels below 10 for each of its 4 images"),
         ("a label that is no class", "data_batch_3 does not hold one label of labels below 10 for each of its 4 images"),
+        ("labels of several numbers", "data_batch_3 does not hold one label of labels below 10 for each of its 4 images"),
+        ("no images", "data_batch_3 holds no images"),
         ("no pickle", "cifar-10-batches-py/data_batch_3 is corrupt"),
         ("a pickle that calls something", "data_batch_3 is corrupt: it asks for posix.system, which is no part of an array"),
         ("names of other classes", "cifar-10-batches-py/batches.meta does not hold 10 label_names"),

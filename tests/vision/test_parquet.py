@@ -105,12 +105,26 @@ def test_an_image_that_is_none(files):
         ([0, 1, 2, 3, 0], "train-1.parquet: labels must be from 0 to 2, but one is 3"),
         ([0, 1, 2, -1, 0], "train-1.parquet: labels must be from 0 to 2, but one is -1"),
         ([0.5, 1.0, 2.0, 0.0, 1.0], "train-1.parquet: column label does not hold whole numbers"),
+        ([0, 2**32, 2, 0, 1], "train-1.parquet: labels must be from 0 to 2, but one is 4294967296"),
         ([0, None, 2, 0, 1], "train-1.parquet: column label does not hold whole numbers"),
     ],
 )
 def test_labels_that_are_none(labels, sentence, files):
     write(files / "train-1.parquet", pixels(1), labels, NAMES)
     with pytest.raises(ValueError, match=re.escape(f"{files}/{sentence}")):
+        config(files).load()
+
+
+def test_other_classes(files):
+    write(files / "test.parquet", pixels(2), [1, 1, 1, 0, 2], NAMES[::-1])
+    with pytest.raises(ValueError, match=re.escape(f"{files}/test.parquet: its classes are {NAMES[::-1]}, but those of")):
+        config(files).load()
+
+
+def test_corrupt_metadata(files):
+    table = pyarrow.parquet.read_table(files / "test.parquet").replace_schema_metadata({"huggingface": "{"})
+    pyarrow.parquet.write_table(table, files / "test.parquet")
+    with pytest.raises(ValueError, match=f"{files}/test.parquet: its metadata is corrupt"):
         config(files).load()
 
 
