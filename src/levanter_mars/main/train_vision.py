@@ -147,10 +147,18 @@ def report(evaluation: Evaluation, folder: Path) -> str:
     )
 
 
+def load(config: TrainVisionConfig) -> tuple[Splits, Normalization]:
+    """
+    Raises:
+        ValueError, OSError: the images are not there or not what `config.data` says; the sentence names the file or the field.
+    """
+    data = config.data.load()
+    return data, config.data.normalization(data.train)
+
+
 def main(config: TrainVisionConfig) -> None:
     try:
-        data = config.data.load()
-        normalization = config.data.normalization(data.train)
+        data, normalization = load(config)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     train(config, data, normalization)
