@@ -1,8 +1,6 @@
 """Images in parquet, as the Hugging Face hub stores them: small files are read, and what is wrong with one is said with its name."""
 
 import hashlib
-import io
-import json
 import re
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from draccus.utils import ParsingError
-from PIL import Image
+from parquet_files import write
 
 from levanter_mars.vision.parquet import ParquetConfig
 
@@ -20,21 +18,6 @@ NAMES = ["airplane", "automobile", "bird"]
 
 def pixels(seed: int, n: int = 5, size: int = 32) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (n, size, size, 3), np.uint8)
-
-
-def encode(image: np.ndarray) -> dict:
-    file = io.BytesIO()
-    Image.fromarray(image).save(file, format="PNG")
-    return {"bytes": file.getvalue(), "path": None}
-
-
-def write(path: Path, images: np.ndarray, labels: list, names: list[str] | None = None, **columns) -> Path:
-    table = pyarrow.table({"img": [encode(x) for x in images], "label": labels} | columns)
-    if names is not None:
-        features = {"label": {"names": names, "_type": "ClassLabel"}}
-        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
-    pyarrow.parquet.write_table(table, path)
-    return path
 
 
 @pytest.fixture

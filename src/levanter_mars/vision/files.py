@@ -100,7 +100,7 @@ def matching(pattern: str) -> list[str]:
         raise _unreachable(pattern, error) from error
     if not found:
         raise FileNotFoundError(f"{pattern} matches no file")
-    return [str(filesystem.unstrip_protocol(file)) for file in found]
+    return [filesystem.unstrip_protocol(file) for file in found]
 
 
 def is_checksum(text: str) -> bool:
