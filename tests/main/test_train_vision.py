@@ -84,6 +84,14 @@ def test_a_resumed_run_is_the_run(folder):
     assert [key for key in a if a[key] != b[key]] == []
 
 
+def test_a_finished_run_is_evaluated_again(folder):
+    before, files = history(folder, "straight"), checkpoints.complete(folder / "checkpoints" / "straight")
+    forked.run(folder, small("straight"), "again", module=MODULE)
+    assert history(folder, "straight") == before
+    assert checkpoints.complete(folder / "checkpoints" / "straight") == files
+    assert f"test accuracy    {100 * before['eval/accuracy'][STEPS - 1]:.2f} % of 899 images" in (folder / "again.out").read_text()
+
+
 def test_eight_devices_that_share_the_parameters_agree_with_one(folder):
     sharded = small("eight", mesh={"param_mapping": {"channels": "data"}}, per_device_eval_parallelism=4)
     forked.run(folder, sharded, "eight", module=MODULE, devices=8)
