@@ -46,8 +46,8 @@ Cost = Callable[[int, int, int], Work]
 """The work on each of `split` devices for an m × n matrix: cost(m, n, split)."""
 
 _FLOPS_PER_BYTE = 2000
-"""Of a chip against the links between chips: v5e 197 TFLOP/s to 100 GB/s each way, H100 990 TFLOP/s to 450 GB/s. It only decides over how
-many chips a matrix is split where there are more chips than matrices."""
+"""Of a chip against the links between chips: v5e 197 TFLOP/s to the 100 GB/s of two of its four links, along one axis of the
+torus, H100 990 TFLOP/s to 450 GB/s. It only decides over how many chips a matrix is split where there are more chips than matrices."""
 
 
 def map_matrices(

@@ -59,10 +59,19 @@ def test_an_optimizer_that_always_diverges_is_in_the_table():
     assert [curve.optimizer for curve in analysis.curves] == ["adamw"]
 
 
-def test_an_unfinished_study_uses_the_seeds_that_every_rate_has():
-    begun = [r for r in BASELINE if (r.learning_rate, r.seed) != (4e-3, 1)]
-    (row,) = analyze(begun, "adamw", ["adamw", "mars"]).rows
-    assert (row.seeds, row.learning_rate, row.loss, row.spread) == (1, 2e-3, 4.0, None)
+def test_the_rate_is_chosen_by_the_seeds_that_every_rate_has():
+    begun = [r for r in BASELINE if r.seed == 0 or r.learning_rate == 2e-3]
+    (row,) = analyze([*begun, record("adamw", 2e-3, 2, [6.0, 6.0, 6.0])], "adamw", ["adamw", "mars"]).rows
+    assert (row.seeds, row.learning_rate, row.edge) == (3, 2e-3, None)
+    assert row.loss == pytest.approx((4.0 + 4.2 + 6.0) / 3)
+    assert [(rate.losses, rate.runs) for rate in row.rates] == [((4.2,), 1), ((4.0,), 3), ((4.1,), 1)]
+
+
+def test_a_rate_that_diverged_with_any_seed_is_not_the_best():
+    begun = [*(r for r in BASELINE if r.seed == 0), record("adamw", 2e-3, 1), record("adamw", 4e-3, 1, [5.0, 4.6, 4.3])]
+    (row,) = analyze(begun, "adamw", ["adamw"]).rows
+    assert (row.learning_rate, row.seeds, row.diverged) == (4e-3, 2, 1)
+    assert row.loss == pytest.approx(4.2)
 
 
 def test_runs_that_cannot_be_compared():

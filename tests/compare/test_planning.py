@@ -93,6 +93,40 @@ def test_a_later_seed_can_extend_the_grid(tmp_path):
     }
 
 
+def test_seeds_that_choose_no_rate_are_run_at_the_best_one(tmp_path):
+    config = study(tmp_path, seeds=(0, 1, 2), seeds_of_grid=1)
+    begun = make_plan(config, [])
+    assert ({run.seed for run in begun.runs}, len(begun.runs), begun.least) == ({0}, 6, 6 + 4)
+    # By the other seeds 4e-3 would be far better.
+    records = make_all(config, lambda run: valley(2e-3 if run.seed == 0 else 4e-3)(run))
+    assert [(r.optimizer, r.learning_rate, r.seed) for r in records if r.seed > 0] == [
+        (optimizer, 2e-3, seed) for seed in (1, 2) for optimizer in ("adamw", "mars")
+    ]
+    # 2e-3 was at the edge of both grids, so one rate was added to each.
+    assert make_plan(config, records).least == len(records) == 2 * 4 + 4
+
+
+def test_the_best_rate_that_diverges_with_another_seed_stays_and_the_next_best_takes_its_place(tmp_path):
+    config = study(tmp_path, seeds=(0, 1, 2), seeds_of_grid=1)
+    records = make_all(
+        config, lambda run: math.inf if (run.optimizer, run.seed, run.learning_rate) == ("adamw", 1, 1e-3) else valley(1.1e-3)(run)
+    )
+    assert [(r.learning_rate, r.seed, r.diverged) for r in records if r.optimizer == "adamw" and r.seed > 0] == [
+        (1e-3, 1, True),
+        (2e-3, 1, False),
+        (2e-3, 2, False),
+    ]
+    assert {r.id for r in records} == {run.id for run in make_plan(config, records).runs}
+
+
+def test_an_optimizer_that_cannot_be_run_does_not_keep_the_others_from_their_seeds(tmp_path):
+    config = study(tmp_path, seeds=(0, 1), seeds_of_grid=1)
+    records = []
+    while pending := [run for run in make_plan(config, records).pending if run.optimizer != "mars"]:
+        records.append(record(pending[0], valley(1e-3)(pending[0])))
+    assert [(r.learning_rate, r.seed) for r in records] == [(5e-4, 0), (1e-3, 0), (2e-3, 0), (1e-3, 1)]
+
+
 def test_a_diverged_run_is_never_the_best(tmp_path):
     config = study(tmp_path, seeds=(0,), max_extensions=1)
     records = make_all(config, lambda run: math.inf if run.learning_rate >= 1e-3 else 4.0)
@@ -100,8 +134,9 @@ def test_a_diverged_run_is_never_the_best(tmp_path):
     assert edge_of([r for r in records if r.optimizer == "mars"]) == "low"  # every one diverged
 
 
-def test_stopped_anywhere_a_study_ends_with_the_same_runs(tmp_path):
-    config = study(tmp_path, seeds=(0, 1, 2))
+@pytest.mark.parametrize("seeds_of_grid", [None, 1])
+def test_stopped_anywhere_a_study_ends_with_the_same_runs(tmp_path, seeds_of_grid):
+    config = study(tmp_path, seeds=(0, 1, 2), seeds_of_grid=seeds_of_grid)
     losses = valley(6e-3)
     straight = make_all(config, losses)
     for kept in range(0, len(straight), 3):

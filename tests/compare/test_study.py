@@ -37,6 +37,8 @@ def study(*path: str, value) -> StudyConfig:
         (["learning_rate_factors"], [1, 0.5], r"learning_rate_factors is \[1.0, 0.5\]; it must be at least two increasing numbers above 0"),
         (["learning_rate_factors"], [1], "learning_rate_factors"),
         (["seeds"], [1, 1], r"seeds is \[1, 1\]; it must be at least one whole number, none twice"),
+        (["seeds_of_grid"], 0, "seeds_of_grid is 0; it must be from 1 to the number of seeds, 3"),
+        (["seeds_of_grid"], 4, "seeds_of_grid is 4"),
         (["max_extensions"], -1, "max_extensions is -1; it must be at least 0"),
         (["schedule", "learning_rate"], 1, "schedule.learning_rate is 1; it may have cooldown, "),
         (["optimizers", "mars", "warmup"], 5, "optimizers.mars.warmup is 5; the schedule is the same for all"),
@@ -63,7 +65,7 @@ def test_there_are_configs():
 def test_config(path):
     config = draccus.decode(StudyConfig, yaml.safe_load(path.read_text()))
     runs = make_plan(config, []).runs
-    assert len(runs) == len(config.optimizers) * len(config.seeds) * len(config.learning_rate_factors)
+    assert len(runs) == len(config.optimizers) * len(config.grid_seeds) * len(config.learning_rate_factors)
     # Optimizers get the same schedule, and a rate in the grid's middle that is their own.
     for run in runs:
         assert {key: run.document["optimizer"][key] for key in config.schedule} == config.schedule

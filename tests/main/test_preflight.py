@@ -89,6 +89,15 @@ def test_what_does_not_fit_is_status_2(capsys):
     assert "does not fit, needs" in capsys.readouterr().out
 
 
+@needs_libtpu
+@pytest.mark.slow
+def test_gpt2_xl_does_not_fit_one_chip(capsys):
+    axes = ["--trainer.mesh.axes", "{data: -1, replica: 1}", "--vocab_size", "50257"]
+    assert levanter.config.main(run, args=["--config", str(ROOT / "config/mars_gpt2_xl.yaml"), "--topology", "v5e:1x1", *axes])() == 2
+    printed = capsys.readouterr().out
+    assert re.search(r"does not fit, needs [\d.]+ GiB of 15\.75, [\d.]+ too many", printed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),

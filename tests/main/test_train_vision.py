@@ -1,5 +1,6 @@
 """`train_vision` in processes of its own: the digits, several devices, a run that goes on, and what it refuses."""
 
+import hashlib
 import os
 import re
 import subprocess
@@ -7,8 +8,10 @@ import sys
 from pathlib import Path
 
 import checkpoints
+import cifar_archives
 import forked
 import numpy as np
+import parquet_files
 import pytest
 import yaml
 from draccus.utils import ParsingError
@@ -81,6 +84,14 @@ def test_a_resumed_run_is_the_run(folder):
     assert [key for key in a if a[key] != b[key]] == []
 
 
+def test_a_finished_run_is_evaluated_again(folder):
+    before, files = history(folder, "straight"), checkpoints.complete(folder / "checkpoints" / "straight")
+    forked.run(folder, small("straight"), "again", module=MODULE)
+    assert history(folder, "straight") == before
+    assert checkpoints.complete(folder / "checkpoints" / "straight") == files
+    assert f"test accuracy    {100 * before['eval/accuracy'][STEPS - 1]:.2f} % of 899 images" in (folder / "again.out").read_text()
+
+
 def test_eight_devices_that_share_the_parameters_agree_with_one(folder):
     sharded = small("eight", mesh={"param_mapping": {"channels": "data"}}, per_device_eval_parallelism=4)
     forked.run(folder, sharded, "eight", module=MODULE, devices=8)
@@ -88,6 +99,77 @@ def test_eight_devices_that_share_the_parameters_agree_with_one(folder):
     for metric, tolerance in (("train/loss", 1e-4), ("eval/loss", 1e-4), ("train/accuracy", 0), ("eval/accuracy", 2 / 899)):
         assert one[metric].keys() == eight[metric].keys()
         np.testing.assert_allclose(list(eight[metric].values()), list(one[metric].values()), atol=tolerance, rtol=0)
+
+
+def test_statistics_of_each_device_are_those_of_microbatches_of_its_images(folder):
+    """Eight devices normalize two images each, in training and for the population, as one device does in eight parts of a batch."""
+    eight = small("per-device", per_device_eval_parallelism=4)
+    eight["model"]["batch_statistics"] = "per_device"
+    one = small("microbatches", per_device_parallelism=2) | {"statistics_batches": 8 * eight["statistics_batches"]}
+    forked.run(folder, eight, "per-device", module=MODULE, devices=8)
+    forked.run(folder, one, "microbatches", module=MODULE)
+    a, b, whole = (history(folder, run) for run in ("per-device", "microbatches", "straight"))
+    for metric, tolerance in (("train/loss", 1e-4), ("eval/loss", 1e-4), ("train/accuracy", 1e-6), ("eval/accuracy", 2 / 899)):
+        assert len(a[metric]) == len(b[metric]) > 0
+        np.testing.assert_allclose(list(a[metric].values()), list(b[metric].values()), atol=tolerance, rtol=0)
+    # Not those of all sixteen.
+    assert max(abs(a["train/loss"][step] - whole["train/loss"][step]) for step in range(STEPS)) > 1e-2
+
+
+def of_cifar(name: str, data: dict) -> dict:
+    """A committed config with a small model and few steps, for stand-ins of a few random images."""
+    config = yaml.safe_load((DIGITS.parent / f"{name}.yaml").read_text())
+    config["data"] = data
+    config["model"] = {"width": 8, "blocks": [1]}
+    config["statistics_batches"] = 2
+    config["trainer"] |= {"id": name, "num_train_steps": 4, "train_batch_size": 8, "steps_per_eval": 2, "require_accelerator": False}
+    config["trainer"] |= {"per_device_eval_parallelism": 4, "log_dir": "logs"}
+    config["trainer"]["checkpointer"]["base_path"] = "checkpoints"
+    return config
+
+
+@pytest.mark.parametrize("name, kind", [("adam_cifar100", "archive"), ("mars_cifar10", "parquet")])
+def test_cifar_from_an_archive_and_from_parquet(name, kind, tmp_path):
+    classes = int(name.partition("cifar")[2])
+    members = cifar_archives.content(classes)
+    if kind == "archive":
+        path = cifar_archives.write(tmp_path / "cifar.tar.gz", members)
+        data = {"type": "cifar", "classes": classes, "archive": path.name, "checksum": f"md5:{hashlib.md5(path.read_bytes()).hexdigest()}"}
+    else:
+        for split, member in (("train-0", "data_batch_1"), ("train-1", "data_batch_2"), ("test-0", "test_batch")):
+            part = members[f"cifar-10-batches-py/{member}"]
+            images = part["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+            parquet_files.write(tmp_path / f"{split}.parquet", images, part["labels"], [f"class {i}" for i in range(classes)])
+        data = {"type": "parquet", "train": ["train-*.parquet"], "test": ["test-*.parquet"]}
+    forked.run(tmp_path, of_cifar(name, data), name, module=MODULE)
+    logged = history(tmp_path, name)
+    assert list(logged["train/loss"]) == [0, 1, 2, 3] and list(logged["eval/loss"]) == [1, 3]
+    # Before any update every class is about as probable as every other.
+    assert logged["train/loss"][0] == pytest.approx(np.log(classes), rel=0.2)
+    assert f"{100 * logged['eval/accuracy'][3]:.2f} % of 4 images" in (tmp_path / f"{name}.out").read_text()
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ("truncated", ".*/cifar.tar.gz is no archive of the form .tar.gz, or a corrupt one: "),
+        ("another checksum", f"cifar.tar.gz: its md5 is .*, but must be {'0' * 32}; the file is corrupt or another one"),
+        ("no server", "http://127.0.0.1:1/cifar.tar.gz cannot be read: .*"),
+    ],
+)
+def test_a_wrong_archive_ends_the_command_with_its_name(change, sentence, tmp_path):
+    path = cifar_archives.write(tmp_path / "cifar.tar.gz", cifar_archives.content(10))
+    data = {"type": "cifar", "archive": path.name, "checksum": None, "cache_dir": "cache"}
+    if change == "truncated":
+        path.write_bytes(path.read_bytes()[:-3000])
+    elif change == "another checksum":
+        data["checksum"] = f"md5:{'0' * 32}"
+    else:
+        data["archive"] = "http://127.0.0.1:1/cifar.tar.gz"
+    process = forked.start(tmp_path, of_cifar("mars_cifar10", data), "run", module=MODULE)
+    assert forked.finish(process) == 1
+    assert re.match(sentence, (tmp_path / "run.err").read_text().strip().splitlines()[-1])
+    assert {file.name for file in tmp_path.rglob("*") if file.is_file()} == {"cifar.tar.gz", "run.yaml", "run.out", "run.err"}
 
 
 def test_a_missing_archive_ends_the_command_with_its_name(tmp_path):

@@ -22,6 +22,23 @@ def layers(x, weights, unroll=1):
     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights, unroll=unroll)[0]
 
 
+def test_a_collective_that_names_no_groups_is_of_all_devices():
+    text = """HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[1024]) -> f32[1024] {
+  %x = f32[1024]{0} parameter(0)
+  ROOT %all-reduce = f32[1024]{0} all-reduce(%x), channel_id=1, replica_groups={}, use_global_device_ids=true, to_apply=%add
+}
+"""
+    assert hlo.count(text, SCOPE).total("sent") == 2 * 4 * 1024 * 7 / 8
+
+
 def test_a_loops_body_counts_as_often_as_it_runs():
     counted = program(layers, (16, 32), (5, 32, 32))
     assert counted.total("flops") == 5 * 2 * 16 * 32 * 32

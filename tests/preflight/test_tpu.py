@@ -1,12 +1,18 @@
 """A small GPT-2's train step compiled for v5e:2x2, and one that cannot fit."""
 
+import dataclasses
 import importlib.util
 
 import jax
+import jmp
 import pytest
+import transformers
+from levanter.kernels.pallas.fused_cross_entropy_loss import fused_cross_entropy_loss_and_logsumexp_penalty as cross_entropy
+from levanter.layers.attention import AttentionBackend
 from levanter.main.train_lm import TrainLmConfig
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
+from levanter.optim.config import AdamConfig
 from levanter.optim.muon import MuonConfig
 from levanter.trainer import TrainerConfig
 
@@ -14,7 +20,8 @@ from levanter_mars import MarsAdamWConfig, MarsMConfig
 from levanter_mars.explanation import explain, trainable_shapes
 from levanter_mars.preflight.absent_devices import absent_devices
 from levanter_mars.preflight.hardware import parse_topology, tpu_devices
-from levanter_mars.preflight.report import Report, preflight
+from levanter_mars.preflight.report import Report, out_of_memory, preflight
+from levanter_mars.preflight.train_step import lower_train_step
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed; make test installs it"),
@@ -23,6 +30,8 @@ pytestmark = [
 
 LAYERS, WIDTH, LENGTH, VOCABULARY, BATCH = 3, 256, 256, 1024, 8
 CHIPS = 4
+ARGUMENTS, TEMPORARIES = 0.106701, 0.418186
+"""GiB."""
 MATRICES = LAYERS * 12 * WIDTH**2
 PARAMETERS = MATRICES + (VOCABULARY + LENGTH) * WIDTH + (2 * LAYERS + 1) * WIDTH
 
@@ -125,6 +134,84 @@ def test_rotary_embeddings_are_computed_off_the_absent_chips():
     assert reported.flops["optimizer"] > 0
 
 
+def test_a_gpt2_small_is_as_compiled_in_another_way():
+    """A program of its own, for GPT-2 small with AdamW and JAX's flash attention on 16 chips, compiled to the arguments and temporaries
+    that preflight's train step must have, too."""
+    small = Gpt2Config(
+        num_layers=12, hidden_dim=768, num_heads=12, max_seq_len=1024, use_bias=False, scale_attn_by_inverse_layer_idx=True,
+        attn_backend=AttentionBackend.JAX_FLASH, tokenizer="none",
+    )  # fmt: skip
+    trainer = TrainerConfig(train_batch_size=32, per_device_parallelism=2, num_train_steps=100, mp=jmp.get_policy("p=f32,c=bf16"))
+    reported = report(TrainLmConfig(model=small, optimizer=AdamConfig(), trainer=trainer), "v5e:4x4", 50304)
+    held = sum(size for part, size in reported.memory.items() if part.startswith(("parameters", "optimizer", "batch", "padding")))
+    assert held / 2**30 == pytest.approx(ARGUMENTS, rel=2e-3)
+    assert reported.memory["gradients and activations"] / 2**30 == pytest.approx(TEMPORARIES, rel=0.01)
+
+
+def test_blocks_that_would_be_timed_on_the_device_are_named():
+    """Levanter's Pallas kernel for the cross entropy, at a shape that its table does not have."""
+    devices = tpu_devices(parse_topology("v5e:1x1"))
+    shapes = [((768, 384), "float32"), ((768,), "int32"), ((384, 3000), "float32")]
+    with absent_devices(devices) as notes:
+        sharding = jax.sharding.SingleDeviceSharding(devices[0])
+        arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
+        for _ in range(2):
+            jax.jit(lambda x, y, w: cross_entropy(x, y, w, implementation="pallas_tpu")).lower(*arrays)
+    assert notes == [
+        "the blocks of the cross entropy's kernel pallas_tpu are the ones that Levanter infers; the run times some on the device"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"train_seq_len": LENGTH + 1}, f"train_seq_len is {LENGTH + 1}; it must be from 1 to the model's max_seq_len, {LENGTH}"),
+        ({"train_seq_len": 0}, "train_seq_len is 0"),
+        (
+            {"initialize_from_hf": True, "initialize_from_checkpoint_path": "x"},
+            "^initialize_from_hf and initialize_from_checkpoint_path both",
+        ),
+        ({"initialize_from_hf": "no/folder", "use_hf_model_config": True}, "use_hf_model_config wants the config of no/folder"),
+    ],
+)
+def test_what_train_lm_refuses_is_refused(fields, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        report(dataclasses.replace(config(MarsAdamWConfig()), **fields))
+
+
+def test_the_model_of_a_checkpoint_is_the_one_compiled(tmp_path):
+    transformers.GPT2Config(n_layer=1, n_embd=WIDTH, n_head=2, n_positions=LENGTH).save_pretrained(tmp_path)
+    named = dataclasses.replace(config(AdamConfig()), initialize_from_hf=str(tmp_path), use_hf_model_config=True)
+    devices = tpu_devices(parse_topology("v5e:1x1"))
+    step = lower_train_step(named, devices, VOCABULARY)
+    assert step.parameter_count == 12 * WIDTH**2 + (VOCABULARY + LENGTH) * WIDTH + (9 + 6) * WIDTH  # biases; scales and offsets of norms
+    assert step.notes == []
+    own = lower_train_step(dataclasses.replace(named, use_hf_model_config=False), devices, VOCABULARY)
+    assert own.parameter_count == PARAMETERS
+    assert own.notes == [
+        "the model is the one that the config's model block describes; the weights that initialize_from_hf names are not read"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "needed", "limit"),
+    [
+        (
+            "the total memory required for HLO temporaries (22.64G) exceeds available HBM (15.75G). HLO module: jit__train_step.",
+            22.64,
+            15.75,
+        ),
+        ("Ran out of memory in memory space hbm. Used 15.90G of 15.75G hbm. Exceeded hbm capacity by 153.6M.", 15.9, 15.75),
+        ("Used 15900M of 15.75G hbm.", 15900 / 1024, 15.75),
+    ],
+)
+def test_the_compilers_refusal_has_what_is_needed_and_what_there_is(message, needed, limit):
+    found = out_of_memory(message)
+    assert found is not None
+    assert found == pytest.approx((needed * 2**30, limit * 2**30))
+    assert out_of_memory("Mosaic failed to compile") is None
+
+
 def test_a_model_too_large_says_by_how_much():
     wide = Gpt2Config(num_layers=2, hidden_dim=8192, num_heads=64, max_seq_len=128, use_bias=False, tokenizer="none")
     trainer = TrainerConfig(train_batch_size=1, num_train_steps=100)
@@ -133,6 +220,8 @@ def test_a_model_too_large_says_by_how_much():
     assert reported.roofline is None
     state = 16 * 2 * 12 * 8192**2
     assert state < reported.total < 3 * state
+    # Not the whole chip: a program that needs 15.9 of its 16 GiB is refused, and has too much by that.
+    assert reported.capacity == 15.75 * 2**30
 
 
 def test_nothing_stays_replaced():

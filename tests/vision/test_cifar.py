@@ -1,72 +1,15 @@
 """CIFAR's archives: small ones written in the official form are read, and what is wrong with one is said with its name."""
 
 import hashlib
-import io
-import pickle
 import re
-import struct
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cifar_archives import content, write
 from draccus.utils import ParsingError
 
 from levanter_mars.vision.cifar import CHECKSUMS, CifarConfig
-
-N = 4
-"""Images in each file of an archive."""
-
-
-class Python2Pickler(pickle._Pickler):
-    """Writes strings as Python 2's `str`, bytes of no encoding, as the official files have them."""
-
-    dispatch = pickle._Pickler.dispatch.copy()
-
-    def save_str(self, text: str) -> None:
-        data = text.encode("latin1")
-        self.write(pickle.BINSTRING + struct.pack("<i", len(data)) + data)
-
-    def save_bytes(self, data: bytes) -> None:
-        self.save_str(data.decode("latin1"))
-
-    dispatch[str] = save_str
-    dispatch[bytes] = save_bytes
-
-
-def pickled(content) -> bytes:
-    file = io.BytesIO()
-    Python2Pickler(file, protocol=2).dump(content)
-    return file.getvalue().replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
-
-
-def content(classes: int) -> dict[str, dict]:
-    """What the members of an archive hold."""
-    rng = np.random.default_rng(classes)
-
-    def images(label):
-        return {"data": rng.integers(0, 256, (N, 3072), np.uint8), label: rng.integers(0, classes, N).tolist()}
-
-    names = [f"class {i}" for i in range(classes)]
-    if classes == 10:
-        folder = "cifar-10-batches-py"
-        parts = {name: images("labels") for name in ("test_batch", *(f"data_batch_{i}" for i in range(1, 6)))}
-        parts["batches.meta"] = {"label_names": names}
-    else:
-        folder = "cifar-100-python"
-        parts = {name: images("fine_labels") | {"coarse_labels": [0] * N} for name in ("train", "test")}
-        parts["meta"] = {"fine_label_names": names, "coarse_label_names": ["one"]}
-    return {f"{folder}/{name}": part for name, part in parts.items()}
-
-
-def write(path: Path, members: dict[str, dict | bytes]) -> Path:
-    with tarfile.open(path, "w:gz") as archive:
-        for name, member in members.items():
-            data = member if isinstance(member, bytes) else pickled(member)
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return path
 
 
 def load(path: Path, classes: int = 10, checksum: str | None = None):
@@ -101,6 +44,10 @@ def broken(change: str) -> dict[str, dict | bytes]:
         batch["labels"].pop()
     elif change == "a label that is no class":
         batch["labels"][0] = 10
+    elif change == "labels of several numbers":
+        batch["labels"] = [[1], [1, 2], 3, 4]
+    elif change == "no images":
+        batch |= {"data": batch["data"][:0], "labels": []}
     elif change == "no pickle":
         parts["cifar-10-batches-py/data_batch_3"] = b"\x80\x02}q"
     elif change == "a pickle that calls something":
@@ -117,6 +64,8 @@ def broken(change: str) -> dict[str, dict | bytes]:
         ("images of another size", "the images of data_batch_3 are uint8 [4, 768], but must be uint8 [n, 3072]"),
         ("a label too few", "data_batch_3 does not hold one label of labels below 10 for each of its 4 images"),
         ("a label that is no class", "data_batch_3 does not hold one label of labels below 10 for each of its 4 images"),
+        ("labels of several numbers", "data_batch_3 does not hold one label of labels below 10 for each of its 4 images"),
+        ("no images", "data_batch_3 holds no images"),
         ("no pickle", "cifar-10-batches-py/data_batch_3 is corrupt"),
         ("a pickle that calls something", "data_batch_3 is corrupt: it asks for posix.system, which is no part of an array"),
         ("names of other classes", "cifar-10-batches-py/batches.meta does not hold 10 label_names"),

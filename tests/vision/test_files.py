@@ -7,7 +7,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from levanter_mars.vision.files import local_file
+from levanter_mars.vision.files import local_file, matching
 
 CONTENT = b"0123456789" * 1000
 RIGHT = f"sha256:{hashlib.sha256(CONTENT).hexdigest()}"
@@ -43,6 +43,19 @@ def test_a_wrong_download_is_not_kept(url, tmp_path):
 def test_what_is_not_there(url, tmp_path):
     with pytest.raises(FileNotFoundError, match=f"{url}/none.tar.gz does not exist"):
         local_file(f"{url}/none.tar.gz", str(tmp_path / "cache"), None)
-    with pytest.raises(OSError, match="http://127.0.0.1:1/archive.tar.gz"):
+    with pytest.raises(OSError, match="http://127.0.0.1:1/archive.tar.gz cannot be read: .*Cannot connect"):
         local_file("http://127.0.0.1:1/archive.tar.gz", str(tmp_path / "cache"), None)
+    with pytest.raises(OSError, match="none://x/archive.tar.gz cannot be opened: Protocol not known"):
+        local_file("none://x/archive.tar.gz", str(tmp_path / "cache"), None)
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+
+
+def test_globs(url, tmp_path):
+    for name in ("b-1.parquet", "a-2.parquet", "a-1.parquet"):
+        (tmp_path / "served" / name).touch()
+    assert matching(f"{url}/a-*.parquet") == [f"{url}/a-1.parquet", f"{url}/a-2.parquet"]
+    assert matching("no/glob.parquet") == ["no/glob.parquet"]
+    with pytest.raises(FileNotFoundError, match=f"{url}/c-[*].parquet matches no file"):
+        matching(f"{url}/c-*.parquet")
+    with pytest.raises(OSError, match="http://127.0.0.1:1/[*].parquet cannot be read: .*Cannot connect"):
+        matching("http://127.0.0.1:1/*.parquet")

@@ -97,7 +97,9 @@ def test_images_are_normalized_by_the_training_images_or_as_said():
     "fields, sentence",
     [
         ({"crop_padding": -1}, "data.crop_padding is -1; it must be at least 0"),
-        ({"std": [0.0]}, r"data.std is \[0.0\]; it must hold numbers above 0"),
+        ({"mean": [125.3]}, r"data.mean is \[125.3\]; it must hold numbers from 0 to 1"),
+        ({"std": [0.0]}, r"data.std is \[0.0\]; it must hold numbers above 0 and at most 1"),
+        ({"std": [float("nan")]}, r"data.std is \[nan\]; it must hold numbers above 0 and at most 1"),
     ],
 )
 def test_values_out_of_range(fields, sentence):

@@ -1,8 +1,6 @@
 """Images in parquet, as the Hugging Face hub stores them: small files are read, and what is wrong with one is said with its name."""
 
 import hashlib
-import io
-import json
 import re
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from draccus.utils import ParsingError
-from PIL import Image
+from parquet_files import write
 
 from levanter_mars.vision.parquet import ParquetConfig
 
@@ -20,21 +18,6 @@ NAMES = ["airplane", "automobile", "bird"]
 
 def pixels(seed: int, n: int = 5, size: int = 32) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (n, size, size, 3), np.uint8)
-
-
-def encode(image: np.ndarray) -> dict:
-    file = io.BytesIO()
-    Image.fromarray(image).save(file, format="PNG")
-    return {"bytes": file.getvalue(), "path": None}
-
-
-def write(path: Path, images: np.ndarray, labels: list, names: list[str] | None = None, **columns) -> Path:
-    table = pyarrow.table({"img": [encode(x) for x in images], "label": labels} | columns)
-    if names is not None:
-        features = {"label": {"names": names, "_type": "ClassLabel"}}
-        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
-    pyarrow.parquet.write_table(table, path)
-    return path
 
 
 @pytest.fixture
@@ -105,12 +88,26 @@ def test_an_image_that_is_none(files):
         ([0, 1, 2, 3, 0], "train-1.parquet: labels must be from 0 to 2, but one is 3"),
         ([0, 1, 2, -1, 0], "train-1.parquet: labels must be from 0 to 2, but one is -1"),
         ([0.5, 1.0, 2.0, 0.0, 1.0], "train-1.parquet: column label does not hold whole numbers"),
+        ([0, 2**32, 2, 0, 1], "train-1.parquet: labels must be from 0 to 2, but one is 4294967296"),
         ([0, None, 2, 0, 1], "train-1.parquet: column label does not hold whole numbers"),
     ],
 )
 def test_labels_that_are_none(labels, sentence, files):
     write(files / "train-1.parquet", pixels(1), labels, NAMES)
     with pytest.raises(ValueError, match=re.escape(f"{files}/{sentence}")):
+        config(files).load()
+
+
+def test_other_classes(files):
+    write(files / "test.parquet", pixels(2), [1, 1, 1, 0, 2], NAMES[::-1])
+    with pytest.raises(ValueError, match=re.escape(f"{files}/test.parquet: its classes are {NAMES[::-1]}, but those of")):
+        config(files).load()
+
+
+def test_corrupt_metadata(files):
+    table = pyarrow.parquet.read_table(files / "test.parquet").replace_schema_metadata({"huggingface": "{"})
+    pyarrow.parquet.write_table(table, files / "test.parquet")
+    with pytest.raises(ValueError, match=f"{files}/test.parquet: its metadata is corrupt"):
         config(files).load()
 
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from levanter_mars.compare.planning import edge_of, mean_final_loss
+from levanter_mars.compare.planning import best_rate, edge_of, shared_seeds
 from levanter_mars.compare.records import Record, by_rate
 
 SAME_LOSS = 1e-3
@@ -14,13 +14,15 @@ SAME_LOSS = 1e-3
 
 @dataclass(frozen=True)
 class Rate:
-    """One learning rate of one optimizer, over all seeds."""
+    """One learning rate of one optimizer."""
 
     learning_rate: float
     losses: tuple[float, ...]
-    """Held-out, at the end, of the runs that came there; nats a token."""
+    """Held-out, at the end, of the runs that came there with the seeds that all of the optimizer's rates have; nats a token."""
+    runs: int
+    """With any seed."""
     diverged: int
-    """Runs that diverged."""
+    """Of them."""
 
     @property
     def mean(self) -> float | None:
@@ -39,14 +41,15 @@ class Row:
 
     optimizer: str
     learning_rate: float | None
-    """The best of those tried, by the mean over seeds."""
+    """The best of those tried, by the mean over the seeds that all of them have. None of its runs diverged, with any seed."""
     edge: str | None
     """"low" or "high" where it is the lowest or highest of those tried, so that a better one may lie beyond."""
     rates: tuple[Rate, ...]
     """All that were tried, lowest first."""
     seeds: int
+    """With which the best rate was run."""
     loss: float | None
-    """Mean over seeds at the end."""
+    """Mean over these seeds at the end."""
     spread: float | None
     """Standard deviation of a seed's loss."""
     difference: float | None
@@ -100,13 +103,14 @@ class Analysis:
 
 
 def analyze(records: Sequence[Record], baseline: str, order: Sequence[str]) -> Analysis:
-    """Compares optimizers, in the given order, over the seeds that all of an optimizer's learning rates have.
+    """Compares optimizers, in the given order, each at the learning rate that is best over the seeds that all of its rates have, with all
+    seeds of that rate.
 
     Raises:
         ValueError: runs differ in their number of steps or tokens, or the baseline has no run that ended.
     """
-    groups = {name: with_every_rate([r for r in records if r.optimizer == name]) for name in order}
-    groups = {name: runs for name, runs in groups.items() if runs}
+    groups = {name: [r for r in records if r.optimizer == name] for name in order}
+    groups = {name: runs for name, runs in groups.items() if shared_seeds(runs)}
     records = [r for runs in groups.values() for r in runs]
     best = {name: best_runs(runs) for name, runs in groups.items()}
     if not best.get(baseline):
@@ -133,16 +137,10 @@ def analyze(records: Sequence[Record], baseline: str, order: Sequence[str]) -> A
     )
 
 
-def with_every_rate(records: Sequence[Record]) -> list[Record]:
-    """Those of one optimizer with seeds that all of its rates have: in a study that is not finished the others are left out."""
-    seeds = set.intersection(*({r.seed for r in runs} for runs in by_rate(records).values())) if records else set()
-    return [r for r in records if r.seed in seeds]
-
-
 def best_runs(records: Sequence[Record]) -> list[Record]:
-    """The runs of the rate whose mean final loss is lowest; none where every rate has a run that diverged."""
-    best = min(by_rate(records).values(), key=mean_final_loss)
-    return best if math.isfinite(mean_final_loss(best)) else []
+    """All runs of one optimizer's best rate; none where every rate has a run that diverged."""
+    best = best_rate(records)
+    return [] if best is None else by_rate(records)[best]
 
 
 def mean_curve(name: str, runs: Sequence[Record]) -> Curve:
@@ -159,8 +157,9 @@ def _row(name: str, records: Sequence[Record], best: Sequence[Record], baseline:
     target = statistics.fmean(run.final_loss for run in baseline)
     curve = mean_curve(name, best)
     reached = next((step for step, loss in zip(curve.steps, curve.mean, strict=True) if loss <= target), None)
+    seeds = shared_seeds(records)
     rates = [
-        Rate(rate, tuple(r.final_loss for r in runs if not r.diverged), sum(r.diverged for r in runs))
+        Rate(rate, tuple(r.final_loss for r in runs if r.seed in seeds and not r.diverged), len(runs), sum(r.diverged for r in runs))
         for rate, runs in by_rate(records).items()
     ]
     return Row(
@@ -168,7 +167,7 @@ def _row(name: str, records: Sequence[Record], best: Sequence[Record], baseline:
         learning_rate=best[0].learning_rate if best else None,
         edge=edge_of(records) if best and len(rates) > 1 else None,
         rates=tuple(rates),
-        seeds=len({r.seed for r in records}),
+        seeds=len(best or seeds),
         loss=statistics.fmean(losses.values()) if losses else None,
         spread=spread_of(list(losses.values())),
         difference=statistics.fmean(paired) if paired else None,

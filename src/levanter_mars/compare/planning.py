@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,27 +26,38 @@ class Plan(NamedTuple):
     """All that are known to be needed, in the order in which they are made."""
     pending: list[Run]
     """Those without a record."""
+    least: int
+    """How many runs the study has at least, those included that cannot be named yet because their rate is still being chosen."""
 
 
 def make_plan(study: StudyConfig, records: Sequence[Record], data: str = "") -> Plan:
-    """Every optimizer's grid for the first seed, then for the next: a study that was not finished still compares like with like.
+    """Every optimizer's grid for the first seed, then for the next: a study that was not finished still compares like with like. With the
+    seeds that rates are not chosen by, every optimizer's best rate follows.
 
     Args:
         data: identifies the data where `study` only names it.
     """
     known = {record.id: record for record in records}
     factors = {optimizer: grid_of(study, optimizer, known, data) for optimizer in study.optimizers}
-    runs = [run(study, name, factor, seed, data) for seed in study.seeds for name in study.optimizers for factor in factors[name]]
-    return Plan(runs, [r for r in runs if r.id not in known])
+    runs = [run(study, name, factor, seed, data) for seed in study.grid_seeds for name in study.optimizers for factor in factors[name]]
+    other_seeds = study.seeds[len(study.grid_seeds) :]
+    open_grids = {r.optimizer for r in runs if r.id not in known}
+    for seed in other_seeds:
+        for name in [name for name in study.optimizers if name not in open_grids]:
+            grid = [run(study, name, factor, seed, data) for factor in factors[name]]
+            best = best_rate([known[id] for id in _ids(study, name, factors[name], data) if id in known])
+            # A rate that was the best until it diverged with one of these seeds stays in the study.
+            runs += [r for r in grid if r.id in known or r.learning_rate == best]
+    return Plan(runs, [r for r in runs if r.id not in known], len(runs) + len(other_seeds) * len(open_grids))
 
 
 def grid_of(study: StudyConfig, optimizer: str, known: Mapping[str, Record], data: str) -> list[float]:
     """The factors of an optimizer: extended whenever, with the seeds whose runs are all there, the best of them is at an edge."""
     factors = list(study.learning_rate_factors)
     most = len(factors) + study.max_extensions
-    for count in range(1, len(study.seeds) + 1):
+    for count in range(1, len(study.grid_seeds) + 1):
         while True:
-            grid = [run(study, optimizer, factor, seed, data).id for seed in study.seeds[:count] for factor in factors]
+            grid = [run(study, optimizer, factor, seed, data).id for seed in study.grid_seeds[:count] for factor in factors]
             if not all(id in known for id in grid):
                 return factors
             edge = edge_of([known[id] for id in grid])
@@ -57,6 +70,11 @@ def grid_of(study: StudyConfig, optimizer: str, known: Mapping[str, Record], dat
     return factors
 
 
+def _ids(study: StudyConfig, optimizer: str, factors: Sequence[float], data: str) -> list[str]:
+    """Of an optimizer's runs with every factor and every seed."""
+    return [run(study, optimizer, factor, seed, data).id for seed in study.seeds for factor in factors]
+
+
 def run(study: StudyConfig, optimizer: str, factor: float, seed: int, data: str = "") -> Run:
     document = study.run_document(optimizer, factor, seed)
     identity = hashlib.sha256(json.dumps([document, data], sort_keys=True).encode()).hexdigest()[:8]
@@ -64,13 +82,32 @@ def run(study: StudyConfig, optimizer: str, factor: float, seed: int, data: str 
     return Run(f"{optimizer}-lr{rate:g}-seed{seed}-{identity}", optimizer, rate, seed, document)
 
 
+def rate_losses(records: Sequence[Record]) -> dict[float, float]:
+    """The final loss of each learning rate of one optimizer, lowest rate first: the mean over the seeds that all its rates have, infinite
+    for a rate that diverged with any seed. Empty where there is no such seed."""
+    rates = by_rate(records)
+    seeds = shared_seeds(records)
+    return {
+        rate: math.inf if any(r.diverged for r in runs) else statistics.fmean(r.final_loss for r in runs if r.seed in seeds)
+        for rate, runs in rates.items()
+        if seeds
+    }
+
+
+def shared_seeds(records: Sequence[Record]) -> set[int]:
+    """Of the records of one optimizer, the seeds that all of its rates have."""
+    return set.intersection(*({r.seed for r in runs} for runs in by_rate(records).values())) if records else set()
+
+
+def best_rate(records: Sequence[Record]) -> float | None:
+    """Of one optimizer; None where every rate has a run that diverged."""
+    losses = rate_losses(records)
+    best = min(losses, key=losses.__getitem__, default=None)
+    return None if best is None or math.isinf(losses[best]) else best
+
+
 def edge_of(records: Sequence[Record]) -> str | None:
     """Whether the best rate of one optimizer's grid is its lowest ("low") or highest ("high"). Where every rate diverged: "low"."""
-    means = [mean_final_loss(runs) for runs in by_rate(records).values()]
-    best = means.index(min(means))
-    return "low" if best == 0 else "high" if best == len(means) - 1 else None
-
-
-def mean_final_loss(records: Sequence[Record]) -> float:
-    """Over the seeds of one rate; infinite if one of them diverged."""
-    return sum(record.final_loss for record in records) / len(records)
+    losses = list(rate_losses(records).values())
+    best = losses.index(min(losses))
+    return "low" if best == 0 else "high" if best == len(losses) - 1 else None

@@ -60,6 +60,9 @@ class StudyConfig:
     """The grid: each is multiplied with all of an optimizer's learning rates. Increasing."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of weights and data order."""
+    seeds_of_grid: int | None = None
+    """With how many of the seeds, the first ones, every rate of the grid is run and the best one chosen; the others are run at that rate
+    alone. null: with all."""
     max_extensions: int = 3
     """How many rates may be added, one at a time, where the best one is at the edge of an optimizer's grid."""
     standard_library_vocab: int | None = None
@@ -74,6 +77,11 @@ class StudyConfig:
             self._check()
         except (ValueError, DraccusException) as error:
             raise ParsingError(str(error)) from None
+
+    @property
+    def grid_seeds(self) -> tuple[int, ...]:
+        """The seeds with which every rate is run."""
+        return self.seeds[: self.seeds_of_grid]
 
     @functools.cached_property
     def _known_rates(self) -> dict[str, dict[str, float]]:
@@ -115,6 +123,8 @@ class StudyConfig:
             raise ValueError(f"learning_rate_factors is {list(factors)}; it must be at least two increasing numbers above 0")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds is {list(self.seeds)}; it must be at least one whole number, none twice")
+        if self.seeds_of_grid is not None and not 1 <= self.seeds_of_grid <= len(self.seeds):
+            raise ValueError(f"seeds_of_grid is {self.seeds_of_grid}; it must be from 1 to the number of seeds, {len(self.seeds)}")
         if self.max_extensions < 0:
             raise ValueError(f"max_extensions is {self.max_extensions}; it must be at least 0")
         _refuse(self.schedule, set(self.schedule) - SCHEDULE_FIELDS, "schedule", f"it may have {', '.join(sorted(SCHEDULE_FIELDS))}")

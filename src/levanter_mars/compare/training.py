@@ -57,7 +57,7 @@ def run_study(study: StudyConfig, data: str, state_bytes: Callable[[str], int | 
         bar.initial = steps * (len(plan.runs) - len(plan.pending))
         while pending := [run for run in plan.pending if run.optimizer not in failures]:
             bar.n = steps * (len(plan.runs) - len(plan.pending))
-            bar.total = bar.n + steps * len(pending)
+            bar.total = bar.n + steps * (len(pending) + plan.least - len(plan.runs))
             run = pending[0]
             bar.set_description(run.id)
             try:

@@ -28,7 +28,7 @@ from levanter_mars.compare.report import PAGE, write_report
 from levanter_mars.compare.study import StudyConfig
 from levanter_mars.compare.training import RECORDS, end_on_signals, run_study
 from levanter_mars.explanation import explain, trainable_shapes
-from levanter_mars.quickstart.corpus_folder import ensure_corpus
+from levanter_mars.quickstart.corpus_folder import Manifest, ensure_corpus
 
 SHOWN = (0, 1, 4, 5, 6)
 """Columns of the first table that are shown at the end."""
@@ -37,32 +37,35 @@ SHOWN = (0, 1, 4, 5, 6)
 def compare(study: StudyConfig) -> None:
     # Before hours of training: what was made elsewhere must be there and be complete.
     existing = [read_existing(run) for run in study.existing]
-    data = data_identity(study)
+    corpus = standard_library(study)
+    data = corpus.digest if corpus else ""
     failures = []
     if study.optimizers and not study.only_report:
         failures = run_study(study, data, functools.cache(lambda optimizer: state_bytes(study, optimizer)))
-    report(study, data, existing)
+    facts = [f"The unigram entropy of the training text is {corpus.unigram_entropy:.3f}."] if corpus else []
+    report(study, data, existing, facts)
     if failures:
         sys.exit("\n".join(failures))
 
 
-def report(study: StudyConfig, data: str, existing: Sequence[Record]) -> None:
-    """Writes tables, plots and page of the runs that there are."""
+def report(study: StudyConfig, data: str, existing: Sequence[Record], facts: Sequence[str] = ()) -> None:
+    """Writes tables, plots and page of the runs that there are, introduced by `facts`."""
     kept = read_records(study.results / RECORDS)
     plan = make_plan(study, kept, data)
     wanted = {run.id for run in plan.runs}
     records = [record for record in kept if record.id in wanted]
     introduction = [f"{len(records)} runs over the seeds {', '.join(map(str, study.seeds))}."] if plan.runs else []
+    if plan.runs and len(study.grid_seeds) < len(study.seeds):
+        introduction.append(f"Learning rates were chosen with the seeds {', '.join(map(str, study.grid_seeds))} alone.")
     if plan.pending:
-        introduction = [
-            f"Unfinished: {len(records)} of at least {len(plan.runs)} runs are there, and no conclusion is drawn before the rest."
-        ]
+        introduction = [f"Unfinished: {len(records)} of at least {plan.least} runs are there, and no conclusion is drawn before the rest."]
     if existing:
         introduction.append(f"{len(existing)} runs were made elsewhere.")
     if other := len(kept) - len(records):
         introduction.append(f"{other} runs in {RECORDS} belong to another config or another corpus and are left out.")
     if not records and not existing:
         raise ValueError(f"there is nothing to report: {study.results / RECORDS} holds no run of this study. {' '.join(introduction[1:])}")
+    introduction += facts
     analysis = analyze([*records, *existing], study.baseline, list(dict.fromkeys([*study.optimizers, *(r.optimizer for r in existing)])))
     study.results.mkdir(parents=True, exist_ok=True)
     table = write_report(study.results, analysis, f"Comparison {study.results.name}", introduction)
@@ -80,12 +83,12 @@ def terminal_table(table: Table) -> rich.table.Table:
     return shown
 
 
-def data_identity(study: StudyConfig) -> str:
-    """Builds the standard library's corpus if the study asks for it, and says which one it is."""
+def standard_library(study: StudyConfig) -> Manifest | None:
+    """The corpus of Python's standard library, built if the study asks for it."""
     if study.standard_library_vocab is None:
-        return ""
+        return None
     folder = Path(study.train["data"]["tokenizer"]).parent
-    return ensure_corpus(folder, study.standard_library_vocab).digest
+    return ensure_corpus(folder, study.standard_library_vocab)
 
 
 def state_bytes(study: StudyConfig, optimizer: str) -> int | None:

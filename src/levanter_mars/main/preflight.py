@@ -30,8 +30,8 @@ from levanter_mars.preflight.presentation import draw_memory, table, verdict
 from levanter_mars.preflight.report import Report, preflight
 from levanter_mars.preflight.search import find_batch
 
-REFUSALS = (ValueError, RuntimeError, OSError, AssertionError)
-"""How Levanter, JAX and this package refuse a config."""
+REFUSALS = (DraccusException, ValueError, RuntimeError, OSError, AssertionError)
+"""How Levanter, JAX and this package refuse a config. Anything else is a fault of theirs, and so is told with its place."""
 
 
 @dataclass
@@ -52,7 +52,8 @@ class PreflightConfig(TrainLmConfig):
 
 
 def run(config: PreflightConfig) -> int:
-    """
+    """Compiles and reports. For GPUs it sets how many CPU devices this process has, which can be done once.
+
     Raises:
         ValueError: the config asks for something that there is not, or that does not go with the rest. Where optimizers are compared, what
             refuses one of them is printed, and the others go on.
@@ -75,7 +76,7 @@ def run(config: PreflightConfig) -> int:
                 report = find_batch(one, topology, devices, vocab_size, lambda tried: print(verdict(tried), file=sys.stderr, flush=True))
             else:
                 report = preflight(one, topology, devices, vocab_size)
-        except REFUSALS as error:
+        except Exception as error:  # the others shall be reported, whatever is wrong with this one
             if len(optimizers) == 1:
                 raise
             refusals.append(f"{name} on {topology.name}: cannot tell: {_reason(error)}")
@@ -128,9 +129,11 @@ def _write(config: PreflightConfig, reports: list[Report]) -> None:
 
 
 def _reason(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
     if isinstance(error, AssertionError):
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         return f"{frame.filename}, line {frame.lineno}, asserts what does not hold for this config: {frame.line} {error}".strip()
+    if not isinstance(error, REFUSALS):
+        return f"{frame.filename}, line {frame.lineno}, fails with {type(error).__name__}: {error}"
     return " ".join(str(error).split())[:2000]
 
 
@@ -143,7 +146,7 @@ def main() -> None:
         status: Any = levanter.config.main(run)()
     except SystemExit as error:  # the parser of options ends with 2, which here means something else
         sys.exit(1 if error.code == 2 else error.code)
-    except (DraccusException, *REFUSALS) as error:
+    except Exception as error:
         sys.exit(f"preflight cannot tell: {_reason(error)}")
     sys.exit(status)
 

@@ -88,19 +88,23 @@ def train(config: TrainVisionConfig, data: Splits, normalization: Normalization)
         Colors, Classes = Axis("color", data.train.images.shape[-1]), Axis("classes", len(data.classes))
         state = trainer.initial_state(training_key, model_init=lambda: config.model.build(Colors, Classes, key=model_key))
         levanter.tracker.log_summary({"parameter_count": parameter_count(state.model)})
-        batches = trainer.data_loader(training_images).iter_from_step(int(state.step))
-        try:
-            trainer.train(state, batches)
-        finally:
-            batches.close()  # an endless one, whose thread would still be at work when Python ends
+        if int(state.step) < config.trainer.num_train_steps:
+            batches = trainer.data_loader(training_images).iter_from_step(int(state.step))
+            try:
+                trainer.train(state, batches)
+            finally:
+                batches.close()  # an endless one, whose thread would still be at work when Python ends
+        else:  # a finished run, for which Levanter would log a training loss of 0
+            evaluate(StepInfo(state, 0.0, 0.0))
 
     assert evaluate.last is not None
     if writes:
         title = f"{config.optimizer.get_choice_name(type(config.optimizer))}, run {config.trainer.id}"
         draw_curves(read_history(folder / "history.jsonl"), title=title, path=folder / "curves.png")
         draw_predictions(data.test, evaluate.last, data.classes, scale=normalization.scale, path=folder / "predictions.png")
-        print(report(evaluate.last, folder))
     levanter.tracker.current_tracker().finish()
+    if writes:
+        print(report(evaluate.last, folder))
     return evaluate.last
 
 
@@ -147,10 +151,18 @@ def report(evaluation: Evaluation, folder: Path) -> str:
     )
 
 
+def load(config: TrainVisionConfig) -> tuple[Splits, Normalization]:
+    """
+    Raises:
+        ValueError, OSError: the images are not there or not what `config.data` says; the sentence names the file or the field.
+    """
+    data = config.data.load()
+    return data, config.data.normalization(data.train)
+
+
 def main(config: TrainVisionConfig) -> None:
     try:
-        data = config.data.load()
-        normalization = config.data.normalization(data.train)
+        data, normalization = load(config)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     train(config, data, normalization)

@@ -1,6 +1,5 @@
 """Lets Levanter and Haliax trace and lower for devices that are not attached. Everything is put back on leaving."""
 
-import os
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,7 +17,7 @@ _NO_VALUE = object()
 
 
 @contextmanager
-def absent_devices(devices: Sequence[Any]) -> Generator[None]:
+def absent_devices(devices: Sequence[Any]) -> Generator[list[str]]:
     """In this context `jax.devices()` and its relatives, as Levanter and Haliax call them, answer for `devices`.
 
     JAX itself does not look its devices up by these names, so arrays still live on the devices that are there. Six more answers need
@@ -29,8 +28,16 @@ def absent_devices(devices: Sequence[Any]) -> Generator[None]:
     * `jax.ensure_compile_time_eval` computes on the mesh's devices, as rotary embeddings have it; here on those that are there.
     * the fused cross entropy has all hosts of the mesh agree on an implementation; here one host speaks for all.
     * JAX lowers Pallas kernels for the installed libtpu only where it knows itself on a TPU machine; it is told so.
-    * its block sizes, where a model asks for its Pallas kernel, are timed on the device; here the inferred ones are taken.
+    * its block sizes, where a model asks for its Pallas kernel, are timed on the device; here the inferred ones are taken, and the list
+      that this context yields says so.
     """
+    notes: list[str] = []
+
+    def untimed(*, impl_name: str, inferred: Any, **_) -> Any:
+        note = f"the blocks of the cross entropy's kernel {impl_name} are the ones that Levanter infers; the run times some on the device"
+        notes.extend({note}.difference(notes))
+        return inferred
+
     platform = devices[0].platform
 
     def local(*_, **__):
@@ -48,14 +55,14 @@ def absent_devices(devices: Sequence[Any]) -> Generator[None]:
             (haliax.partitioning, "is_in_jit", _is_tracing),
             (haliax.partitioning, "is_array", _is_array_or_shape),
             (cross_entropy, "_autotune_process_ids", lambda *_: (jax.process_index(),)),
+            (cross_entropy, "_autotune_block_sizes_on_miss", untimed),
             (cloud_tpu_init, "running_in_cloud_tpu_vm", platform == "tpu"),
         ):
             stack.enter_context(replaced(vars(module), name, value))
-        stack.enter_context(replaced(os.environ, "LEVANTER_PALLAS_CE_AUTOTUNE_ON_MISS", "0"))
         # Its answer depends on the backend and is remembered.
         cross_entropy._default_implementations.cache_clear()
         stack.callback(cross_entropy._default_implementations.cache_clear)
-        yield
+        yield notes
 
 
 @contextmanager

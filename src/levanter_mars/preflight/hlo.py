@@ -71,7 +71,7 @@ class Program:
 
 def count(text: str, optimizer_scope: str) -> Program:
     """Counts the program `text`. Instructions under the named scope `optimizer_scope` are the optimizer's, all others forward/backward."""
-    counter = _Counter(_parse(text), optimizer_scope)
+    counter = _Counter(_parse(text), optimizer_scope, _devices(text))
     return Program(counter.of(counter.entry), sorted(counter.notes))
 
 
@@ -159,9 +159,10 @@ _NO_TRAFFIC |= {"replica-id", "opt-barrier", "async-start", "async-done", "async
 
 
 class _Counter:
-    def __init__(self, program: tuple[dict[str, Computation], str], optimizer_scope: str):
+    def __init__(self, program: tuple[dict[str, Computation], str], optimizer_scope: str, devices: int):
         self.computations, self.entry = program
         self.optimizer_scope = optimizer_scope
+        self.devices = devices
         self.notes: set[str] = set()
         self._known: dict[str, Totals] = {}
 
@@ -276,7 +277,7 @@ class _Counter:
         if x.opcode.endswith("-start") and kind in ("all-gather", "collective-permute", "reduce-scatter", "all-to-all"):
             result = result[len(result) // 2 :]  # operands come first
         payload = sum(shape.bytes for shape in result)
-        devices = _group_size(x.attributes)
+        devices = _group_size(x.attributes, self.devices)
         if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # the TPU's form: an all-reduce fused with the slice that keeps one device's share
         elif kind == "reduce-scatter":
@@ -412,7 +413,14 @@ def _window_positions(*, size: int, window: int, outputs: int, stride: int, pad:
     return sum(0 <= p <= (size - 1) * spread and p % spread == 0 for p in positions)
 
 
-def _group_size(attributes: str) -> int:
+def _devices(text: str) -> int:
+    """That the program runs on."""
+    found = (re.search(rf"^HloModule .*\b{name}=(\d+)", text, re.MULTILINE) for name in ("replica_count", "num_partitions"))
+    return math.prod(int(number[1]) for number in found if number)
+
+
+def _group_size(attributes: str, devices: int) -> int:
+    """Of how many of all `devices` take part in one collective."""
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", found[2]) if axis in sizes)
@@ -420,4 +428,4 @@ def _group_size(attributes: str) -> int:
         return int(found[1])
     if found := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
         return found[1].count(",") + 1
-    return 1
+    return devices  # replica_groups={}

@@ -1,5 +1,6 @@
 """Reports as text and as a picture."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from levanter_mars.preflight.report import Report
 def table(reports: Sequence[Report]) -> str:
     """Reports on one topology side by side, one column each, with what they assume. Parts under a thousandth are left out."""
     first = reports[0]
-    rows: list[tuple[str, ...] | str] = [("", *(report.optimizer for report in reports))]
+    rows: list[tuple[str, ...] | str] = [("", *_names(reports))]
 
     def add(label: str, values) -> None:
         rows.append((f"  {label}", *values))
@@ -22,6 +23,9 @@ def table(reports: Sequence[Report]) -> str:
     def section(title: str) -> None:
         rows.append(title)
 
+    add("sequences a device at once", (f"{report.per_device_parallelism}" for report in reports))
+    if any(report.microbatches > 1 for report in reports):
+        add("microbatches in a step", (f"{report.microbatches}" for report in reports))
     section(f"memory of one {_device(first)}, GiB")
     for part in dict.fromkeys(part for report in reports for part, size in report.memory.items() if size >= report.total / 1000):
         add(part, (f"{report.memory.get(part, 0) / GIB:.3f}" for report in reports))
@@ -59,30 +63,41 @@ def verdict(report: Report) -> str:
 
 
 def draw_memory(reports: Sequence[Report], path: Path) -> None:
-    """Writes a PNG of what fills a device's memory: one stacked bar a report, and the capacity as a line."""
+    """Writes `memory_figure` as PNG."""
+    memory_figure(reports).savefig(path, dpi=150, format="png")
+
+
+def memory_figure(reports: Sequence[Report]) -> Figure:
+    """What fills a device's memory: one stacked bar a report, and the capacity as a line."""
     figure = Figure(figsize=(3.5 + 1.6 * len(reports), 5), layout="constrained")
     axes = figure.subplots()
-    names = [report.optimizer for report in reports]
+    names = _names(reports)
+    colors = itertools.cycle(matplotlib.color_sequences["tab20"])
     bottoms = [0.0] * len(reports)
     parts = dict.fromkeys(part for report in reports for part in report.memory)
-    for part, color in zip(parts, matplotlib.color_sequences["tab20"], strict=False):
+    for part, color in zip(parts, colors, strict=False):
         sizes = [report.memory.get(part, 0) / GIB for report in reports]
         axes.bar(names, sizes, bottom=bottoms, width=0.6, label=part, color=color)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
-    axes.axhline(reports[0].capacity / GIB, color="black", linestyle="--", label="capacity")
+    axes.axhline(min(report.capacity for report in reports) / GIB, color="black", linestyle="--", label="capacity")
     axes.set_ylabel(f"GiB of one {_device(reports[0])}")
     axes.set_title(reports[0].topology.name + (" (estimate)" if reports[0].is_estimate else ""))
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
-    figure.savefig(path, dpi=150, format="png")
+    return figure
 
 
 def _heading(report: Report) -> str:
-    accumulation = f", {report.microbatches} microbatches" if report.microbatches > 1 else ""
+    chips = "1 chip" if report.topology.chips == 1 else f"{report.topology.chips} chips"
     return (
-        f"{report.topology.name}: {report.topology.chips} chips. {report.parameter_count:,} parameters, vocabulary {report.vocab_size:,}. "
-        f"A step: {report.batch_size} sequences of {report.sequence_length} tokens, "
-        f"{report.per_device_parallelism} a device at once{accumulation}."
+        f"{report.topology.name}: {chips}. {report.parameter_count:,} parameters, vocabulary {report.vocab_size:,}. "
+        f"A step: {report.batch_size} sequences of {report.sequence_length} tokens."
     )
+
+
+def _names(reports: Sequence[Report]) -> list[str]:
+    """The optimizers' types, numbered where one is there more than once."""
+    types = [report.optimizer for report in reports]
+    return [f"{name} ({types[: i + 1].count(name)})" if types.count(name) > 1 else name for i, name in enumerate(types)]
 
 
 def _assumptions(report: Report) -> str:

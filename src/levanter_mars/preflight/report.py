@@ -66,6 +66,8 @@ class Report:
     sequence_length: int
     vocab_size: int
     num_train_steps: int
+    batch_grows: bool
+    """Whether the batch is a schedule, whose largest is `batch_size`."""
     state_bytes: dict[str, int]
     """The optimizer state by part, of all devices together, as `jax.eval_shape` of its init counts it."""
     memory: dict[str, float]
@@ -96,8 +98,8 @@ class Report:
 
     @property
     def hours(self) -> float | None:
-        """Of the whole run, at least."""
-        return None if self.roofline is None else self.roofline.step * self.num_train_steps / 3600
+        """Of the whole run, at least. None where not all steps are as large as this one."""
+        return None if self.roofline is None or self.batch_grows else self.roofline.step * self.num_train_steps / 3600
 
     def to_json(self) -> dict[str, Any]:
         derived = ("tokens_per_second", "model_flop_utilization", "hours")
@@ -122,22 +124,23 @@ def preflight(config: TrainLmConfig, topology: Topology, devices: Sequence[Any],
     step = lower_train_step(config, devices, vocab_size)
     begin = time.perf_counter()
     try:
-        compiled, needed = step.lowered.compile(), None
+        compiled, refused = step.lowered.compile(), None
     except jax.errors.JaxRuntimeError as error:
-        compiled, needed = None, out_of_memory(str(error))
-        if needed is None:
+        compiled, refused = None, out_of_memory(str(error))
+        if refused is None:
             raise
     seconds = time.perf_counter() - begin
 
     chip = topology.chip
     capacity = chip.memory / chip.devices
     memory: dict[str, float] = _held(step)
-    notes = _notes(config, step, topology)
+    notes = _notes(step, topology)
     work: dict[str, Any] = {}
     if compiled is None:
-        assert needed is not None
-        memory[TEMPORARIES] = max(needed - sum(memory.values()), 0.0)
-        total = needed
+        assert refused is not None
+        # The compiler keeps a part of the chip to itself, so it may refuse what the whole chip would hold.
+        total, capacity = refused
+        memory[TEMPORARIES] = max(total - sum(memory.values()), 0.0)
     else:
         statistics: Any = compiled.memory_analysis()
         memory |= {
@@ -167,6 +170,7 @@ def preflight(config: TrainLmConfig, topology: Topology, devices: Sequence[Any],
         sequence_length=length,
         vocab_size=step.vocab_size,
         num_train_steps=step.trainer.num_train_steps,
+        batch_grows=not isinstance(step.trainer.train_batch_size, int),
         state_bytes=bytes_by_part(step.state.opt_state, _parameters(step)),
         memory={name: size for name, size in memory.items() if size > 0},
         total=total,
@@ -179,11 +183,18 @@ def preflight(config: TrainLmConfig, topology: Topology, devices: Sequence[Any],
     )
 
 
-def out_of_memory(message: str) -> float | None:
-    """The bytes that the TPU compiler says a program needs, arguments included, where `message` says that they are more than there are."""
-    found = re.search(r"total memory required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM", message)
-    found = found or re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message)
-    return float(found[1]) * 1024.0 ** " KMGT".index(found[2] or " ") if found else None
+def out_of_memory(message: str) -> tuple[float, float] | None:
+    """The bytes that the TPU compiler says a program needs, arguments included, and those that it has; None if `message` is not of that."""
+    found = re.search(r"temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)", message)
+    found = found or re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", message)
+    if found is None:
+        return None
+    needed, needed_unit, limit, limit_unit = found.groups()
+    return _bytes(needed, needed_unit), _bytes(limit, limit_unit)
+
+
+def _bytes(number: str, unit: str) -> float:
+    return float(number) * 1024.0 ** " KMGT".index(unit or " ")
 
 
 def _work(program: hlo.Program, topology: Topology) -> dict[str, Any]:
@@ -225,13 +236,16 @@ def _shard_bytes(tree: PyTree) -> float:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in shards if isinstance(x, jax.ShapeDtypeStruct))
 
 
-def _notes(config: TrainLmConfig, step: LoweredStep, topology: Topology) -> list[str]:
+def _notes(step: LoweredStep, topology: Topology) -> list[str]:
     """Where the program compiled here differs from the one that train_lm will run, and why."""
-    trainer, notes = step.trainer, []
+    trainer, notes = step.trainer, [*step.notes]
     if not topology.chip.is_tpu:
         notes.append(
             "an estimate: no compiler for GPUs that are not there exists, so this is XLA's program for CPU devices, with its attention, "
-            "its fusions and its buffers; a GPU's program usually needs less memory for temporaries"
+            "its cross entropy, its fusions and its buffers; a GPU's program usually needs less memory for temporaries"
+        )
+        notes.append(
+            "capacity is the whole GPU's memory, of which JAX takes three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says more"
         )
     watch: WatchConfig = trainer.watch
     if watch.is_enabled:
@@ -240,7 +254,5 @@ def _notes(config: TrainLmConfig, step: LoweredStep, topology: Topology) -> list
             "of its own with a little more memory and time; the other steps are what is reported"
         )
     if not isinstance(trainer.train_batch_size, int):
-        notes.append(f"train_batch_size is a schedule; its largest, {step.batch_size}, is reported")
-    if config.initialize_from_hf or config.initialize_from_checkpoint_path or config.initialize_model_from_checkpoint_path:
-        notes.append("weights come from the config's model block, not from the checkpoint it starts from")
+        notes.append(f"train_batch_size is a schedule; its largest, {step.batch_size}, is reported, and no hours of the run")
     return notes

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import levanter.tracker
 import optax
+import transformers
 from haliax.partitioning import ResourceMapping, infer_resource_partitions, physical_axis_size, round_axis_for_partitioning
 from haliax.util import is_named_array
 from jaxtyping import PyTree
+from levanter.compat.hf_checkpoints import RepoRef
 from levanter.data.text.examples import GrugLmExample, named_lm_example_from_grug
 from levanter.main.train_lm import TrainLmConfig
 from levanter.models.lm_model import LmExample, LmHeadModel
@@ -44,6 +46,8 @@ class LoweredStep:
     sequence_length: int
     vocab_size: int
     """Rounded up to the mesh, as train_lm rounds it."""
+    notes: list[str]
+    """Where what is lowered differs from the run's step, and why."""
 
 
 def lower_train_step(config: TrainLmConfig, devices: Sequence[Any], vocab_size: int) -> LoweredStep:
@@ -52,10 +56,11 @@ def lower_train_step(config: TrainLmConfig, devices: Sequence[Any], vocab_size: 
     Raises:
         ValueError: what Levanter itself finds wrong with the config on so many devices.
     """
+    config, notes = _as_train_lm_completes(config)
     # A copy: Levanter sets defaults in it and remembers the mesh.
     trainer_config = dataclasses.replace(config.trainer)
     noop = levanter.tracker.current_tracker(NoopTracker())
-    with absent_devices(devices), jax_settings(trainer_config.jax_config), noop:
+    with absent_devices(devices) as answers, jax_settings(trainer_config.jax_config), noop:
         trainer_config._validate_and_set_defaults()
         optimizer = _in_scope(config.optimizer.build(trainer_config.num_train_steps))
 
@@ -78,6 +83,7 @@ def lower_train_step(config: TrainLmConfig, devices: Sequence[Any], vocab_size: 
         batch_size=batch_size,
         sequence_length=_position_axis(config).size,
         vocab_size=vocab.size,
+        notes=notes + answers,
     )
 
 
@@ -88,6 +94,44 @@ def parallelisms(config: TrainLmConfig, devices: Sequence[Any]) -> list[int]:
         trainer._validate_and_set_defaults()
         per_device = math.gcd(*distinct_values(trainer.train_batch_size)) // trainer.data_axis_size
     return [n for n in range(1, per_device + 1) if per_device % n == 0]
+
+
+def _as_train_lm_completes(config: TrainLmConfig) -> tuple[TrainLmConfig, list[str]]:
+    """The config with the model that train_lm would train, after the checks that train_lm makes itself; and what is not as in the run."""
+    sources = {
+        "initialize_from_hf": config.initialize_from_hf,
+        "initialize_from_checkpoint_path": config.initialize_from_checkpoint_path,
+        "initialize_model_from_checkpoint_path": config.initialize_model_from_checkpoint_path,
+    }
+    given = [name for name, source in sources.items() if source]
+    if config.trainer.initialize_from is not None and (
+        config.initialize_from_hf or config.initialize_model_from_checkpoint_path is not None
+    ):
+        given.append("trainer.initialize_from")
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} both say where the weights come from; only one may")
+    notes = []
+    if config.initialize_from_hf and config.use_hf_model_config:
+        config = dataclasses.replace(config, model=_hub_model(config))
+    elif given:
+        notes.append(f"the model is the one that the config's model block describes; the weights that {given[0]} names are not read")
+    length = _position_axis(config).size
+    if not 0 < length <= config.model.max_seq_len:
+        raise ValueError(f"train_seq_len is {length}; it must be from 1 to the model's max_seq_len, {config.model.max_seq_len}")
+    return config, notes
+
+
+def _hub_model(config: TrainLmConfig) -> Any:
+    """The model that a checkpoint in the hub's format says it is."""
+    model: Any = config.model
+    name = config.initialize_from_hf
+    try:
+        checkpoint = RepoRef.from_string(str(model.hf_checkpoint_converter().reference_checkpoint if name is True else name))
+        # Not by the converter, which wants the tokenizer, too.
+        return model.from_hf_config(transformers.AutoConfig.from_pretrained(checkpoint.model_name_or_path, revision=checkpoint.revision))
+    except Exception as error:  # the hub's client, its parser and the model each have their own
+        named = "the model's default checkpoint" if name is True else name
+        raise ValueError(f"use_hf_model_config wants the config of {named}, which cannot be read: {error}") from error
 
 
 def _state_shapes(config: TrainLmConfig, trainer: Trainer, vocab: hax.Axis) -> TrainerState:
@@ -107,8 +151,8 @@ def _state_shapes(config: TrainLmConfig, trainer: Trainer, vocab: hax.Axis) -> T
 
 
 def _example_shapes(config: TrainLmConfig, trainer: Trainer, batch_size: int) -> LmExample:
-    """A batch as Levanter's data loader makes one. Every tokenizer is taken to have an end-of-text token, so that documents can be told
-    apart where the config wants that."""
+    """A batch as Levanter's data loader makes one, with a tokenizer that has an end-of-text token, by which attention can tell
+    documents apart."""
     Pos = _position_axis(config)
 
     def example():

@@ -58,11 +58,14 @@ class CifarConfig(ImageDataConfig):
         return Splits(joined, sets[-1], tuple(map(str, classes)))
 
     def _images(self, path: Path, name: str, part: dict, label: str) -> ImageSet:
-        data, labels = part.get("data"), np.asarray(part.get(label, ()))
+        data, labels = part.get("data"), np.asarray(part.get(label, ()), object)
         if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != ROW:
             found = f"{data.dtype} {list(data.shape)}" if isinstance(data, np.ndarray) else type(data).__name__
             raise ValueError(f"{path}: the images of {name} are {found}, but must be uint8 [n, {ROW}], of 32×32 pixels in 3 colors")
-        if labels.shape != (len(data),) or labels.dtype.kind not in "iu" or not np.all((labels >= 0) & (labels < self.classes)):
+        if not len(data):
+            raise ValueError(f"{path}: {name} holds no images")
+        is_class = [isinstance(x, int | np.integer) and 0 <= x < self.classes for x in labels.ravel()]
+        if labels.shape != (len(data),) or not all(is_class):
             raise ValueError(f"{path}: {name} does not hold one label of {label} below {self.classes} for each of its {len(data)} images")
         # Stored color by color, each row by row.
         images = data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)

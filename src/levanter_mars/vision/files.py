@@ -4,6 +4,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+from http import HTTPStatus
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,7 +22,7 @@ def local_file(source: str, cache_dir: str, checksum: str | None) -> Path:
         OSError: there is no such file, or it cannot be downloaded.
         ValueError: its checksum is another one. A download that was wrong is not kept.
     """
-    filesystem, path = fsspec.url_to_fs(source)
+    filesystem, path = filesystem_of(source)
     if isinstance(filesystem, LocalFileSystem):
         if not Path(path).is_file():
             raise FileNotFoundError(f"{source} does not exist")
@@ -50,10 +51,16 @@ def _copy(filesystem: fsspec.AbstractFileSystem, path: str, file: BinaryIO, sour
     try:
         with filesystem.open(path, "rb") as remote:
             shutil.copyfileobj(remote, file, 1 << 20)  # type: ignore[bad-argument-type]
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{source} does not exist") from None
     except Exception as error:  # each kind of file system raises its own
-        raise OSError(f"{source} cannot be downloaded: {type(error).__name__} {error}") from error
+        raise _unreachable(source, error) from error
+
+
+def _unreachable(source: str, error: Exception) -> OSError:
+    # Of a server that cannot be reached fsspec says that the file is not found, from the reason.
+    reason = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ is not None else error
+    if isinstance(reason, FileNotFoundError) or getattr(reason, "status", None) == HTTPStatus.NOT_FOUND:
+        return FileNotFoundError(f"{source} does not exist")
+    return OSError(f"{source} cannot be read: {type(reason).__name__} {reason}")
 
 
 def _check(path: Path, checksum: str | None, name: str) -> None:
@@ -64,6 +71,36 @@ def _check(path: Path, checksum: str | None, name: str) -> None:
         found = hashlib.file_digest(file, algorithm).hexdigest()
     if found != expected.lower():
         raise ValueError(f"{name}: its {algorithm} is {found}, but must be {expected}; the file is corrupt or another one")
+
+
+def filesystem_of(source: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """What opens a path or URL, and its path there.
+
+    Raises:
+        OSError: nothing that is installed does.
+    """
+    try:
+        return fsspec.url_to_fs(source)
+    except (ValueError, ImportError) as error:
+        raise OSError(f"{source} cannot be opened: {error}") from None
+
+
+def matching(pattern: str) -> list[str]:
+    """The paths or URLs that a glob matches, sorted; what is no glob stands for itself.
+
+    Raises:
+        OSError: there is none, or the file system cannot be read.
+    """
+    if not fsspec.core.has_magic(pattern):
+        return [pattern]
+    filesystem, path = filesystem_of(pattern)
+    try:
+        found = sorted(filesystem.glob(path))
+    except Exception as error:  # each kind of file system raises its own
+        raise _unreachable(pattern, error) from error
+    if not found:
+        raise FileNotFoundError(f"{pattern} matches no file")
+    return [filesystem.unstrip_protocol(file) for file in found]
 
 
 def is_checksum(text: str) -> bool:

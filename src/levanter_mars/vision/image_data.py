@@ -31,8 +31,10 @@ class ImageDataConfig(draccus.ChoiceRegistry, abc.ABC):
     def __post_init__(self):
         if self.crop_padding < 0:
             raise ParsingError(f"data.crop_padding is {self.crop_padding}; it must be at least 0")
-        if self.std is not None and min(self.std, default=0) <= 0:
-            raise ParsingError(f"data.std is {self.std}; it must hold numbers above 0")
+        if self.mean is not None and not all(0 <= x <= 1 for x in self.mean):
+            raise ParsingError(f"data.mean is {self.mean}; it must hold numbers from 0 to 1, the largest value of a pixel")
+        if self.std is not None and not all(0 < x <= 1 for x in self.std):
+            raise ParsingError(f"data.std is {self.std}; it must hold numbers above 0 and at most 1")
 
     @classmethod
     def default_choice_name(cls) -> str:

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import fsspec
 import numpy as np
 from draccus.utils import ParsingError
-from jaxtyping import Int32, UInt8
+from jaxtyping import Int64, UInt8
 
-from levanter_mars.vision.files import is_checksum, local_file
+from levanter_mars.vision.files import is_checksum, local_file, matching
 from levanter_mars.vision.image_data import ImageDataConfig, Splits
 from levanter_mars.vision.images import ImageSet
 
@@ -49,20 +48,22 @@ class ParquetConfig(ImageDataConfig):
         names = train[0].class_names
         count = len(names) if names else 1 + max(int(file.labels.max()) for file in train + test)
         for file in train + test:
+            if file.class_names != names:
+                raise ValueError(f"{file.path}: its classes are {file.class_names}, but those of {train[0].path} are {names}")
             wrong = file.labels[(file.labels < 0) | (file.labels >= count)]
             if len(wrong):
                 raise ValueError(f"{file.path}: labels must be from 0 to {count - 1}, but one is {wrong[0]}")
         return Splits(_join(train), _join(test), tuple(names or map(str, range(count))))
 
     def _read_all(self, patterns: list[str]) -> "list[_File]":
-        files = itertools.chain.from_iterable(map(_expand, patterns))
+        files = itertools.chain.from_iterable(map(matching, patterns))
         return [self._read(local_file(file, self.cache_dir, self.checksums.get(Path(file).name))) for file in files]
 
     def _read(self, path: Path) -> "_File":
         # Imported late: only this type needs them.
         import pyarrow
         import pyarrow.parquet
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
 
         try:
             table = pyarrow.parquet.read_table(path)
@@ -78,41 +79,35 @@ class ParquetConfig(ImageDataConfig):
             try:
                 with Image.open(io.BytesIO(encoded["bytes"])) as image:
                     pixels = np.asarray(image.convert("RGB"))
-            except (UnidentifiedImageError, OSError, TypeError, KeyError) as error:
+            except Exception as error:  # a corrupt picture may end in any
                 raise ValueError(f"{path}: the image of row {i} cannot be read: {error}") from None
             if pixels.shape != images.shape[1:]:
                 height, width, _ = pixels.shape
                 raise ValueError(f"{path}: the image of row {i} has {height}×{width} pixels, but data.size is {self.size}")
             images[i] = pixels
         try:
-            labels = table[self.label_column].to_numpy().astype(np.int32, casting="same_kind")
+            labels = table[self.label_column].to_numpy().astype(np.int64, casting="same_kind")
         except (TypeError, pyarrow.ArrowException):
             raise ValueError(f"{path}: column {self.label_column} does not hold whole numbers") from None
-        return _File(path, images, labels, _class_names(table.schema.metadata, self.label_column))
+        try:
+            names = _class_names(table.schema.metadata, self.label_column)
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{path}: its metadata is corrupt: {error}") from None
+        return _File(path, images, labels, names)
 
 
 class _File(NamedTuple):
     path: Path
     images: UInt8[np.ndarray, "n height width color"]
-    labels: Int32[np.ndarray, " n"]
+    labels: Int64[np.ndarray, " n"]
     class_names: list[str] | None
 
 
 def _join(files: list[_File]) -> ImageSet:
-    return ImageSet(np.concatenate([file.images for file in files]), np.concatenate([file.labels for file in files]))
+    return ImageSet(np.concatenate([file.images for file in files]), np.concatenate([file.labels for file in files]).astype(np.int32))
 
 
 def _class_names(metadata: dict[bytes, bytes] | None, column: str) -> list[str] | None:
     """What the hub's `datasets` writes of a column of labels into the file's metadata."""
     description = json.loads((metadata or {}).get(b"huggingface", b"{}"))
     return description.get("info", {}).get("features", {}).get(column, {}).get("names")
-
-
-def _expand(pattern: str) -> list[str]:
-    if not fsspec.core.has_magic(pattern):
-        return [pattern]
-    filesystem, path = fsspec.url_to_fs(pattern)
-    found = sorted(filesystem.glob(path))
-    if not found:
-        raise FileNotFoundError(f"{pattern} matches no file")
-    return [str(filesystem.unstrip_protocol(file)) for file in found]
