@@ -186,6 +186,7 @@ def test_a_missing_archive_ends_the_command_with_its_name(tmp_path):
         ({}, {"max_eval_batches": 3}, "trainer.max_eval_batches is 3; it must be null: all test images are evaluated"),
         ({}, {"allow_nondivisible_batch_size": True}, "trainer.allow_nondivisible_batch_size is true; train_vision needs it false"),
         ({}, {"train_batch_size": []}, "trainer.train_batch_size is []; train_vision takes one number"),
+        ({}, {"train_batch_size": 0}, "trainer.train_batch_size is 0; train_vision takes one number of at least 1"),
     ],
 )
 def test_what_it_refuses(fields, trainer, sentence):

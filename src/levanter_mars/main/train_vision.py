@@ -52,8 +52,9 @@ class TrainVisionConfig:
     def __post_init__(self):
         if self.statistics_batches < 1:
             raise ParsingError(f"statistics_batches is {self.statistics_batches}; it must be at least 1")
-        if not isinstance(self.trainer.train_batch_size, int):
-            raise ParsingError(f"trainer.train_batch_size is {self.trainer.train_batch_size}; train_vision takes one number")
+        batch = self.trainer.train_batch_size
+        if not isinstance(batch, int) or batch < 1:
+            raise ParsingError(f"trainer.train_batch_size is {batch}; train_vision takes one number of at least 1")
         if self.trainer.allow_nondivisible_batch_size:
             raise ParsingError(
                 "trainer.allow_nondivisible_batch_size is true; train_vision needs it false, as padding would enter the batch statistics"
