@@ -56,7 +56,7 @@ class Step(NamedTuple):
 class StepState(NamedTuple):
     inner: optax.OptState
     count: Int[Array, ""]
-    """Steps so far, skipped ones included."""
+    """Steps so far, skipped ones included but for those that `skip_outliers` skips."""
     skipped_steps: Int[Array, ""]
     update_norms: dict[Kind, Float[Array, ""]]
     """The last measured norm of the update by kind of parameter; NaN before the first."""

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from levanter_mars.compare.planning import edge_of, make_plan
+from levanter_mars.compare.analysis import analyze
+from levanter_mars.compare.planning import best_rate, edge_of, make_plan
 from levanter_mars.compare.records import Evaluation, Record
 from levanter_mars.compare.study import StudyConfig
 
@@ -104,6 +105,16 @@ def test_seeds_that_choose_no_rate_are_run_at_the_best_one(tmp_path):
     ]
     # 2e-3 was at the edge of both grids, so one rate was added to each.
     assert make_plan(config, records).least == len(records) == 2 * 4 + 4
+
+
+def test_runs_of_other_seeds_at_other_rates_choose_nothing(tmp_path):
+    """A folder may hold them, from before `seeds_of_grid` was set."""
+    before = make_all(study(tmp_path, seeds=(0, 1)), lambda run: valley(1e-3 if run.seed == 0 else 8e-3)(run))
+    config = study(tmp_path, seeds=(0, 1), seeds_of_grid=1)
+    begun = [r for r in before if r.optimizer == "adamw"]
+    assert begun[0].seed == 0 and best_rate([r for r in begun if r.learning_rate < 4e-3], config.grid_seeds) == 1e-3
+    (row,) = analyze(begun, "adamw", ["adamw"], config.grid_seeds).rows
+    assert row.learning_rate == 1e-3
 
 
 def test_the_best_rate_that_diverges_with_another_seed_stays_and_the_next_best_takes_its_place(tmp_path):

@@ -52,7 +52,7 @@ with current_tracker(NoopTracker()), Trainer(run.trainer, run.optimizer.build(10
     info = trainer.train_step(state, batch)
 
 # A device with memory for 2 examples at once but not for 4.
-tight = dataclasses.replace(topology, chip=dataclasses.replace(topology.chip, memory=report.total * 1.1))
+tight = dataclasses.replace(topology, chip=dataclasses.replace(topology.chip, memory=report.total * 1.1 / 0.75))
 tried = []
 found = find_batch(config(), tight, jax.devices(), 500, tried.append)
 print(json.dumps({
@@ -87,6 +87,9 @@ def test_it_is_marked_an_estimate(measured):
     assert report["is_estimate"]
     assert report["chip"]["name"] == "h100"
     assert report["notes"][0].startswith("an estimate")
+    # Of the 81,559 MiB that the driver reports JAX takes three quarters.
+    assert report["capacity"] == 0.75 * 81559 * 2**20
+    assert any("capacity is 75% of the GPU's memory" in note for note in report["notes"])
     assert report["microbatches"] == 2
 
 

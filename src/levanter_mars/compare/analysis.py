@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from levanter_mars.compare.planning import best_rate, edge_of, shared_seeds
+from levanter_mars.compare.planning import best_rate, choosing_seeds, edge_of
 from levanter_mars.compare.records import Record, by_rate
 
 SAME_LOSS = 1e-3
@@ -18,7 +18,7 @@ class Rate:
 
     learning_rate: float
     losses: tuple[float, ...]
-    """Held-out, at the end, of the runs that came there with the seeds that all of the optimizer's rates have; nats a token."""
+    """Held-out, at the end, of the runs that came there with the seeds that choose the rate; nats a token."""
     runs: int
     """With any seed."""
     diverged: int
@@ -41,7 +41,7 @@ class Row:
 
     optimizer: str
     learning_rate: float | None
-    """The best of those tried, by the mean over the seeds that all of them have. None of its runs diverged, with any seed."""
+    """The best of those tried, by the mean over the seeds that choose. None of its runs diverged, with any seed."""
     edge: str | None
     """"low" or "high" where it is the lowest or highest of those tried, so that a better one may lie beyond."""
     rates: tuple[Rate, ...]
@@ -102,17 +102,20 @@ class Analysis:
     """What a reader must know before believing the table."""
 
 
-def analyze(records: Sequence[Record], baseline: str, order: Sequence[str]) -> Analysis:
-    """Compares optimizers, in the given order, each at the learning rate that is best over the seeds that all of its rates have, with all
-    seeds of that rate.
+def analyze(records: Sequence[Record], baseline: str, order: Sequence[str], seeds: Sequence[int] | None = None) -> Analysis:
+    """Compares optimizers, in the given order, each at the learning rate that is best over the seeds
+    that choose, with all seeds of that rate.
+
+    Args:
+        seeds: that choose the rate; None for all that all of an optimizer's rates have.
 
     Raises:
         ValueError: runs differ in their number of steps or tokens, or the baseline has no run that ended.
     """
     groups = {name: [r for r in records if r.optimizer == name] for name in order}
-    groups = {name: runs for name, runs in groups.items() if shared_seeds(runs)}
+    groups = {name: runs for name, runs in groups.items() if choosing_seeds(runs)}
     records = [r for runs in groups.values() for r in runs]
-    best = {name: best_runs(runs) for name, runs in groups.items()}
+    best = {name: best_runs(runs, seeds) for name, runs in groups.items()}
     if not best.get(baseline):
         raise ValueError(f"no learning rate of the baseline {baseline} has ended, so there is nothing to compare with")
     finished = [r for r in records if not r.diverged]
@@ -125,7 +128,7 @@ def analyze(records: Sequence[Record], baseline: str, order: Sequence[str]) -> A
                 raise ValueError(
                     f"{record.id} has {value:,} {what} and {finished[0].id} has {wanted:,}; only runs with one schedule can be compared"
                 )
-    rows = [_row(name, runs, best[name], best[baseline]) for name, runs in groups.items()]
+    rows = [_row(name, runs, best[name], best[baseline], seeds) for name, runs in groups.items()]
     return Analysis(
         baseline=baseline,
         steps=finished[0].steps,
@@ -137,9 +140,9 @@ def analyze(records: Sequence[Record], baseline: str, order: Sequence[str]) -> A
     )
 
 
-def best_runs(records: Sequence[Record]) -> list[Record]:
+def best_runs(records: Sequence[Record], seeds: Sequence[int] | None) -> list[Record]:
     """All runs of one optimizer's best rate; none where every rate has a run that diverged."""
-    best = best_rate(records)
+    best = best_rate(records, seeds)
     return [] if best is None else by_rate(records)[best]
 
 
@@ -151,23 +154,23 @@ def mean_curve(name: str, runs: Sequence[Record]) -> Curve:
     return Curve(name, tuple(steps), tuple(map(statistics.fmean, losses)), tuple(map(min, losses)), tuple(map(max, losses)))
 
 
-def _row(name: str, records: Sequence[Record], best: Sequence[Record], baseline: Sequence[Record]) -> Row:
+def _row(name: str, records: Sequence[Record], best: Sequence[Record], baseline: Sequence[Record], seeds: Sequence[int] | None) -> Row:
     losses = {run.seed: run.final_loss for run in best}
     paired = [losses[run.seed] - run.final_loss for run in baseline if run.seed in losses] if best is not baseline else []
     target = statistics.fmean(run.final_loss for run in baseline)
     curve = mean_curve(name, best)
     reached = next((step for step, loss in zip(curve.steps, curve.mean, strict=True) if loss <= target), None)
-    seeds = shared_seeds(records)
+    choosing = choosing_seeds(records, seeds)
     rates = [
-        Rate(rate, tuple(r.final_loss for r in runs if r.seed in seeds and not r.diverged), len(runs), sum(r.diverged for r in runs))
+        Rate(rate, tuple(r.final_loss for r in runs if r.seed in choosing and not r.diverged), len(runs), sum(r.diverged for r in runs))
         for rate, runs in by_rate(records).items()
     ]
     return Row(
         optimizer=name,
         learning_rate=best[0].learning_rate if best else None,
-        edge=edge_of(records) if best and len(rates) > 1 else None,
+        edge=edge_of(records, seeds) if best and len(rates) > 1 else None,
         rates=tuple(rates),
-        seeds=len(best or seeds),
+        seeds=len(best or choosing),
         loss=statistics.fmean(losses.values()) if losses else None,
         spread=spread_of(list(losses.values())),
         difference=statistics.fmean(paired) if paired else None,

@@ -45,7 +45,7 @@ def make_plan(study: StudyConfig, records: Sequence[Record], data: str = "") -> 
     for seed in other_seeds:
         for name in [name for name in study.optimizers if name not in open_grids]:
             grid = [run(study, name, factor, seed, data) for factor in factors[name]]
-            best = best_rate([known[id] for id in _ids(study, name, factors[name], data) if id in known])
+            best = best_rate([known[id] for id in _ids(study, name, factors[name], data) if id in known], study.grid_seeds)
             # A rate that was the best until it diverged with one of these seeds stays in the study.
             runs += [r for r in grid if r.id in known or r.learning_rate == best]
     return Plan(runs, [r for r in runs if r.id not in known], len(runs) + len(other_seeds) * len(open_grids))
@@ -82,32 +82,37 @@ def run(study: StudyConfig, optimizer: str, factor: float, seed: int, data: str 
     return Run(f"{optimizer}-lr{rate:g}-seed{seed}-{identity}", optimizer, rate, seed, document)
 
 
-def rate_losses(records: Sequence[Record]) -> dict[float, float]:
-    """The final loss of each learning rate of one optimizer, lowest rate first: the mean over the seeds that all its rates have, infinite
-    for a rate that diverged with any seed. Empty where there is no such seed."""
+def rate_losses(records: Sequence[Record], seeds: Sequence[int] | None = None) -> dict[float, float]:
+    """The final loss of each learning rate of one optimizer, lowest rate first: the mean over the seeds that choose, infinite for a rate
+    that diverged with any seed. Empty where no seed can choose.
+
+    Args:
+        seeds: that choose, see `choosing_seeds`.
+    """
     rates = by_rate(records)
-    seeds = shared_seeds(records)
+    choosing = choosing_seeds(records, seeds)
     return {
-        rate: math.inf if any(r.diverged for r in runs) else statistics.fmean(r.final_loss for r in runs if r.seed in seeds)
+        rate: math.inf if any(r.diverged for r in runs) else statistics.fmean(r.final_loss for r in runs if r.seed in choosing)
         for rate, runs in rates.items()
-        if seeds
+        if choosing
     }
 
 
-def shared_seeds(records: Sequence[Record]) -> set[int]:
-    """Of the records of one optimizer, the seeds that all of its rates have."""
-    return set.intersection(*({r.seed for r in runs} for runs in by_rate(records).values())) if records else set()
+def choosing_seeds(records: Sequence[Record], seeds: Sequence[int] | None = None) -> set[int]:
+    """Of one optimizer's records, the seeds that all of its rates have; only those of `seeds` where there are such."""
+    shared = set.intersection(*({r.seed for r in runs} for runs in by_rate(records).values())) if records else set()
+    return shared & set(seeds or ()) or shared
 
 
-def best_rate(records: Sequence[Record]) -> float | None:
+def best_rate(records: Sequence[Record], seeds: Sequence[int] | None = None) -> float | None:
     """Of one optimizer; None where every rate has a run that diverged."""
-    losses = rate_losses(records)
+    losses = rate_losses(records, seeds)
     best = min(losses, key=losses.__getitem__, default=None)
     return None if best is None or math.isinf(losses[best]) else best
 
 
-def edge_of(records: Sequence[Record]) -> str | None:
+def edge_of(records: Sequence[Record], seeds: Sequence[int] | None = None) -> str | None:
     """Whether the best rate of one optimizer's grid is its lowest ("low") or highest ("high"). Where every rate diverged: "low"."""
-    losses = list(rate_losses(records).values())
+    losses = list(rate_losses(records, seeds).values())
     best = losses.index(min(losses))
     return "low" if best == 0 else "high" if best == len(losses) - 1 else None

@@ -66,7 +66,7 @@ def loss_table(analysis: Analysis) -> Table:
     return Table(
         "Held-out loss",
         f"Nats a token after {analysis.steps:,} steps of {analysis.tokens_per_step:,} tokens, mean ± standard deviation over seeds, at "
-        "each optimizer's best learning rate, as the seeds that all of its rates have choose it. The difference is taken seed by seed. "
+        "each optimizer's best learning rate; the seeds that chose it are among them. The difference is taken seed by seed. "
         f"{baseline}'s loss counts as reached at the first evaluation whose mean is at or below it.",
         (
             "optimizer",
@@ -89,13 +89,13 @@ def rate_table(analysis: Analysis) -> Table:
         [
             row.optimizer,
             f"{rate.learning_rate:g}",
-            NONE if rate.mean is None else _with_spread(rate.mean, rate.spread),
+            NONE if rate.mean is None or rate.diverged else _with_spread(rate.mean, rate.spread),
             f"{rate.diverged} of {rate.runs}",
         ]
         for row in analysis.rows
         for rate in row.rates
     ]
-    caption = "Held-out loss at the end, nats a token, mean ± standard deviation over the seeds that all of an optimizer's rates have."
+    caption = "Held-out loss at the end, nats a token, mean ± standard deviation over the seeds that choose the rate."
     return Table("All learning rates", caption, ("optimizer", "learning rate", "loss", "runs diverged"), rows)
 
 

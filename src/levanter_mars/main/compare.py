@@ -66,7 +66,8 @@ def report(study: StudyConfig, data: str, existing: Sequence[Record], facts: Seq
     if not records and not existing:
         raise ValueError(f"there is nothing to report: {study.results / RECORDS} holds no run of this study. {' '.join(introduction[1:])}")
     introduction += facts
-    analysis = analyze([*records, *existing], study.baseline, list(dict.fromkeys([*study.optimizers, *(r.optimizer for r in existing)])))
+    order = list(dict.fromkeys([*study.optimizers, *(r.optimizer for r in existing)]))
+    analysis = analyze([*records, *existing], study.baseline, order, study.grid_seeds)
     study.results.mkdir(parents=True, exist_ok=True)
     table = write_report(study.results, analysis, f"Comparison {study.results.name}", introduction)
     rich.print(terminal_table(table))

@@ -28,13 +28,16 @@ def absent_devices(devices: Sequence[Any]) -> Generator[list[str]]:
     * `jax.ensure_compile_time_eval` computes on the mesh's devices, as rotary embeddings have it; here on those that are there.
     * the fused cross entropy has all hosts of the mesh agree on an implementation; here one host speaks for all.
     * JAX lowers Pallas kernels for the installed libtpu only where it knows itself on a TPU machine; it is told so.
-    * its block sizes, where a model asks for its Pallas kernel, are timed on the device; here the inferred ones are taken, and the list
-      that this context yields says so.
+    * its block sizes, where a model asks for its Pallas kernel, are the first of some candidates that the device's compiler takes; here
+      the first one is taken untried, and the list that this context yields says so.
     """
     notes: list[str] = []
 
-    def untimed(*, impl_name: str, inferred: Any, **_) -> Any:
-        note = f"the blocks of the cross entropy's kernel {impl_name} are the ones that Levanter infers; the run times some on the device"
+    def untried(*, impl_name: str, inferred: Any, **_) -> Any:
+        note = (
+            f"the blocks of the cross entropy's kernel {impl_name} are the ones that Levanter infers; the run takes others if these do not "
+            "compile on the device or if its autotune cache has some"
+        )
         notes.extend({note}.difference(notes))
         return inferred
 
@@ -55,7 +58,7 @@ def absent_devices(devices: Sequence[Any]) -> Generator[list[str]]:
             (haliax.partitioning, "is_in_jit", _is_tracing),
             (haliax.partitioning, "is_array", _is_array_or_shape),
             (cross_entropy, "_autotune_process_ids", lambda *_: (jax.process_index(),)),
-            (cross_entropy, "_autotune_block_sizes_on_miss", untimed),
+            (cross_entropy, "_autotune_block_sizes_on_miss", untried),
             (cloud_tpu_init, "running_in_cloud_tpu_vm", platform == "tpu"),
         ):
             stack.enter_context(replaced(vars(module), name, value))

@@ -66,12 +66,12 @@ CHIPS = {
         Chip("v6e", 32 * GIB, 918 * TB, 1.638 * TB, 0.4 * TB, f"{_GOOGLE}v6e", 1, _FLAT),
         Chip("TPU7x", 192 * GIB, 2307 * TB, 7.38 * TB, 0.6 * TB, f"{_GOOGLE}tpu7x", 2, _cubes(9216)),
         # FLOPs are without sparsity, bandwidths those of the SXM form. Memory is what NVIDIA's driver reports: A100 and H100 by
-        # https://github.com/modal-labs/modal-client/pull/2797, B200 by https://github.com/NVIDIA/TensorRT-LLM/issues/10278; of the H200 it
-        # is NVIDIA's 141 GB.
+        # https://github.com/modal-labs/modal-client/pull/2797, H200 by https://github.com/NVIDIA/cuda-samples/issues/311,
+        # B200 by https://github.com/NVIDIA/TensorRT-LLM/issues/10278.
         Chip("a100-40g", 40960 * MIB, 312 * TB, 1.555 * TB, 0.3 * TB, f"{_NVIDIA}a100/"),
         Chip("a100-80g", 81920 * MIB, 312 * TB, 2.039 * TB, 0.3 * TB, f"{_NVIDIA}a100/"),
         Chip("h100", 81559 * MIB, 989.5 * TB, 3.35 * TB, 0.45 * TB, f"{_NVIDIA}h100/"),
-        Chip("h200", 141e9, 989.5 * TB, 4.8 * TB, 0.45 * TB, f"{_NVIDIA}h200/"),
+        Chip("h200", 143771 * MIB, 989.5 * TB, 4.8 * TB, 0.45 * TB, f"{_NVIDIA}h200/"),
         Chip("b200", 183359 * MIB, 2250 * TB, 8 * TB, 0.9 * TB, f"{_NVIDIA}dgx-b200/"),
     )
 }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from haliax.util import is_named_array
 from jaxtyping import PyTree
 from levanter.callbacks.watch import WatchConfig
@@ -74,6 +76,7 @@ class Report:
     """By what it holds. Empty parts are left out."""
     total: float
     capacity: float
+    """That a program can have."""
     fits: bool
     model_flops: float | None
     """Three times Levanter's count of the forward pass of a batch, all devices together; None where the model does not say."""
@@ -132,13 +135,12 @@ def preflight(config: TrainLmConfig, topology: Topology, devices: Sequence[Any],
     seconds = time.perf_counter() - begin
 
     chip = topology.chip
-    capacity = chip.memory / chip.devices
+    capacity = usable_memory(topology, devices)
     memory: dict[str, float] = _held(step)
     notes = _notes(step, topology)
     work: dict[str, Any] = {}
     if compiled is None:
         assert refused is not None
-        # The compiler keeps a part of the chip to itself, so it may refuse what the whole chip would hold.
         total, capacity = refused
         memory[TEMPORARIES] = max(total - sum(memory.values()), 0.0)
     else:
@@ -181,6 +183,29 @@ def preflight(config: TrainLmConfig, topology: Topology, devices: Sequence[Any],
         notes=notes,
         **work,
     )
+
+
+def usable_memory(topology: Topology, devices: Sequence[Any]) -> float:
+    """Bytes of one device that a program can have: of a GPU JAX's share, of a TPU what its compiler does not keep to itself."""
+    whole = topology.chip.memory / topology.chip.devices
+    if not topology.chip.is_tpu:
+        return whole * gpu_share()
+    # The compiler says so when it refuses a program: one that makes a second array of the size of the chip.
+    array = jax.ShapeDtypeStruct((int(whole) // 4096, 1024), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(devices[0]))
+    try:
+        jax.jit(jnp.negative).lower(array).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if refused := out_of_memory(str(error)):
+            return refused[1]
+    return whole
+
+
+def gpu_share() -> float:
+    """The share of a GPU's memory that JAX allocates, three quarters if the environment says nothing.
+
+    https://docs.jax.dev/en/latest/gpu_memory_allocation.html
+    """
+    return float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75)
 
 
 def out_of_memory(message: str) -> tuple[float, float] | None:
@@ -244,9 +269,7 @@ def _notes(step: LoweredStep, topology: Topology) -> list[str]:
             "an estimate: no compiler for GPUs that are not there exists, so this is XLA's program for CPU devices, with its attention, "
             "its cross entropy, its fusions and its buffers; a GPU's program usually needs less memory for temporaries"
         )
-        notes.append(
-            "capacity is the whole GPU's memory, of which JAX takes three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says more"
-        )
+        notes.append(f"capacity is {gpu_share():.0%} of the GPU's memory, which JAX takes; XLA_PYTHON_CLIENT_MEM_FRACTION changes that")
     watch: WatchConfig = trainer.watch
     if watch.is_enabled:
         notes.append(

@@ -109,7 +109,7 @@ def _as_train_lm_completes(config: TrainLmConfig) -> tuple[TrainLmConfig, list[s
     ):
         given.append("trainer.initialize_from")
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} both say where the weights come from; only one may")
+        raise ValueError(f"{' and '.join(given)} say where the weights come from; only one may")
     notes = []
     if config.initialize_from_hf and config.use_hf_model_config:
         config = dataclasses.replace(config, model=_hub_model(config))
