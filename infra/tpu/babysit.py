@@ -5,7 +5,7 @@ import fcntl
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from gcloud import Absent, Refused, Unreachable, is_refusal
@@ -51,13 +51,20 @@ def babysit(pod: Pod, job: Job, patience: Patience, *, until_running: bool = Fal
     times: Counter[str] = Counter()
     running_since: float | None = None
     finished = False
+    sentence = ""
+
+    def allow(outcome: str) -> None:
+        """Before something is done again, so that what was done last has been waited for."""
+        if times[outcome] > patience.retries:
+            raise GaveUp(f"given up after {patience.retries} times more; the last: {sentence}. {pod.name} may exist and cost money")
+
     while True:
         try:
             if finished and delete:
                 pod.delete()
                 print(f"{pod.name} is gone", flush=True)
                 return
-            outcome, sentence = _look(pod, job)
+            outcome, sentence = _look(pod, job, allow)
             times[UNREACHABLE] = 0
         except (Unreachable, Absent) as error:  # Absent: the machines went while they were being spoken to
             outcome, sentence = UNREACHABLE, f"{pod.name} does not answer: {error}"
@@ -77,20 +84,22 @@ def babysit(pod: Pod, job: Job, patience: Patience, *, until_running: bool = Fal
             time.sleep(pod.poll)
             continue
         times[outcome] += 1
-        if times[outcome] > patience.retries:
-            raise GaveUp(f"given up after {patience.retries} times more; the last: {sentence}. {pod.name} may exist and cost money")
+        if outcome == UNREACHABLE:
+            allow(outcome)
         time.sleep(min(patience.backoff * 2 ** (times[outcome] - 1), 1800))
 
 
-def _look(pod: Pod, job: Job) -> tuple[str, str]:
-    """Looks, does the one thing that is due, and says so: the outcome and a sentence."""
+def _look(pod: Pod, job: Job, allow: Callable[[str], None]) -> tuple[str, str]:
+    """Looks, does the one thing that is due if it is allowed, and says so: the outcome and a sentence."""
     request = pod.request()
     if request is None:
+        allow(ASKED)
         pod.create()
         return ASKED, f"{pod.name}: asked for"
     if is_refusal(request.failure):
         raise Refused(f"the request for {pod.name} has failed; delete it to ask again: {request.failure}")
     if request.state in LOST:
+        allow(ASKED)
         pod.delete()
         pod.create()
         return ASKED, f"{pod.name} was {request.state}: deleted and asked for again{f' ({request.failure})' if request.failure else ''}"
@@ -102,6 +111,7 @@ def _look(pod: Pod, job: Job) -> tuple[str, str]:
         return training.what, f"{pod.name}: run {job.run_id!r} {'has finished' if training.what == FINISHED else 'is running'}"
     if training.what == "installing":
         return WAITING, f"{pod.name} is being set up by somebody else"
+    allow(LAUNCHED)
     if training.what == "bare":
         pod.setup()
     pod.launch(job)

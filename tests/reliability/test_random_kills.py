@@ -103,8 +103,8 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_is_not(tmp_path, reques
     assert a.keys() == b.keys()
     different = [key for key in a if a[key] != b[key]]
     print(
-        f"\n{kills} kills ({hows.count(signal.SIGKILL)} SIGKILL, {hows.count(signal.SIGTERM)} SIGTERM; {sum(in_write)} in a checkpoint's "
-        f"write): each time on from the newest complete checkpoint, no step lost beyond it; {compared} losses compared, equal; "
-        f"{len(different)} of {len(a)} stored keys differ at the end"
+        f"\n{kills} kills ({hows.count(signal.SIGKILL)} SIGKILL, {hows.count(signal.SIGTERM)} SIGTERM; {sum(in_write)} at the beginning of "
+        "a checkpoint's write or within it): each time on from the newest complete checkpoint, no step lost beyond it; "
+        f"{compared} losses compared, equal; {len(different)} of {len(a)} stored keys differ at the end"
     )
     assert different == []

@@ -111,6 +111,20 @@ def test_corrupt_metadata(files):
         config(files).load()
 
 
+def test_classes_that_are_no_names(files):
+    write(files / "test.parquet", pixels(2), [1, 1, 1, 0, 2], 5)
+    with pytest.raises(ValueError, match=f"{files}/test.parquet: .*the classes of label are 5, but must be a list of names"):
+        config(files).load()
+
+
+@pytest.mark.parametrize("label", [3_000_000, -1])
+def test_labels_without_names_that_are_no_classes(files, label):
+    for name in ("train-0", "train-1", "test"):
+        write(files / f"{name}.parquet", pixels(2), [label] * 5)
+    with pytest.raises(ValueError, match=f"it names no classes, and the largest label of .* images is {label}"):
+        config(files).load()
+
+
 def test_other_columns(files):
     with pytest.raises(ValueError, match=f"{files}/train-0.parquet has no column fine_label; its columns are img, label"):
         config(files, label_column="fine_label").load()

@@ -46,7 +46,10 @@ class ParquetConfig(ImageDataConfig):
     def load(self) -> Splits:
         train, test = self._read_all(self.train), self._read_all(self.test)
         names = train[0].class_names
-        count = len(names) if names else 1 + max(int(file.labels.max()) for file in train + test)
+        labels = np.concatenate([file.labels for file in train + test])
+        count = len(names) if names else int(labels.max()) + 1
+        if not names and not 1 <= count <= len(labels):
+            raise ValueError(f"{train[0].path}: it names no classes, and the largest label of {len(labels)} images is {labels.max()}")
         for file in train + test:
             if file.class_names != names:
                 raise ValueError(f"{file.path}: its classes are {file.class_names}, but those of {train[0].path} are {names}")
@@ -110,4 +113,7 @@ def _join(files: list[_File]) -> ImageSet:
 def _class_names(metadata: dict[bytes, bytes] | None, column: str) -> list[str] | None:
     """What the hub's `datasets` writes of a column of labels into the file's metadata."""
     description = json.loads((metadata or {}).get(b"huggingface", b"{}"))
-    return description.get("info", {}).get("features", {}).get(column, {}).get("names")
+    names = description.get("info", {}).get("features", {}).get(column, {}).get("names")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"the classes of {column} are {names!r}, but must be a list of names")
+    return names
