@@ -87,6 +87,9 @@ class Study:
         for name, least in (("extensions", 0), ("seeds", 1)):
             if getattr(self, name) < least:
                 raise ParsingError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for block, name in (("optimizer", "learning_rate"), ("trainer", "seed")):
+            if name in self.overrides.get(block, {}):
+                raise ParsingError(f"overrides.{block}.{name} is {self.overrides[block][name]}; the study sets it")
         self.results = self.results or ROOT / "docs" / "results" / f"vision_{self.of}"
 
     def document(self, optimizer: str, factor: float, seed: int) -> dict[str, Any]:

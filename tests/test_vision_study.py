@@ -61,8 +61,15 @@ def test_the_comparison_on_an_archive_of_cifar(tmp_path):
     )
 
 
-def test_what_it_refuses(tmp_path):
-    done = study(tmp_path, "--of", "imagenet")
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--of", "imagenet"], "of is 'imagenet'; it must be digits, cifar10 or cifar100"),
+        (["--overrides", '{"trainer": {"seed": 7}}'], "overrides.trainer.seed is 7; the study sets it"),
+    ],
+)
+def test_what_it_refuses(tmp_path, arguments, sentence):
+    done = study(tmp_path, *arguments)
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1] == "of is 'imagenet'; it must be digits, cifar10 or cifar100"
+    assert done.stderr.strip().splitlines()[-1] == sentence
     assert list(tmp_path.iterdir()) == []
