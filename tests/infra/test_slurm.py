@@ -164,7 +164,8 @@ def test_a_canceled_job_stays_canceled(cluster, tmp_path, stand_in):
 def test_a_failure_ends_the_job_and_its_other_processes(cluster, tmp_path, stand_in):
     (tmp_path / "a.yaml").touch()
     job = submit(cluster, tmp_path, "a.yaml", python=stand_in, STAND_IN="[[ $SLURM_PROCID == 0 ]] && sleep 600; exit 3")
-    cluster.wait_for(lambda: has_ended(cluster, job), "the end", 60)
+    # A process that had not yet begun when it was told to end is killed after KillWait.
+    cluster.wait_for(lambda: has_ended(cluster, job), "the end", 180)
     assert (cluster.job(job)["JobState"], cluster.job(job)["Restarts"]) == ("FAILED", "0")
 
 
