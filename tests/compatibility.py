@@ -6,15 +6,12 @@ python tests/compatibility.py levanter.main.train_lm
 import dataclasses
 import importlib.metadata
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import stock
-import yaml
 
 OPTIMIZERS = {
     "mars-adamw": {"type": "mars-adamw", "learning_rate": 6e-3, "warmup": 5},
@@ -57,11 +54,7 @@ def write_workspace(folder: Path) -> None:
 def train(module: str, optimizer: dict, folder: Path, name: str) -> list[float]:
     config = in_its_words(stock.config(dict(optimizer)))
     config["trainer"] |= {"id": name, "jax_compilation_cache_dir": "compiled"}
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
-    with (folder / f"{name}.out").open("w") as out, (folder / f"{name}.err").open("w") as err:
-        command = [sys.executable, "-m", module, "--config", f"{name}.yaml"]
-        status = subprocess.run(command, cwd=folder, env=environment, stdout=out, stderr=err, timeout=1800).returncode
+    [status] = stock.finish(stock.start(folder, config, name=name, module=module), timeout=1800)
     if status:
         raise SystemExit(f"{name} ended with {status}:\n{(folder / f'{name}.err').read_text()[-3000:]}")
     steps = stock.metrics(folder, name)

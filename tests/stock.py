@@ -72,8 +72,17 @@ def config(optimizer: dict) -> dict:
     }
 
 
-def start(folder: Path, config: dict, *arguments: str, devices: int = 1, name: str = "run", program: str | None = None) -> subprocess.Popen:
-    """Starts train_lm (or a Python program that does) in `folder` with so many CPU devices; it writes NAME.out and NAME.err."""
+def start(
+    folder: Path,
+    config: dict,
+    *arguments: str,
+    devices: int = 1,
+    name: str = "run",
+    module: str = "levanter.main.train_lm",
+    program: str | None = None,
+) -> subprocess.Popen:
+    """Starts train_lm (or another module, or a Python program that does) in `folder` with so many CPU devices; it writes NAME.out and
+    NAME.err."""
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
     environment = {
         **os.environ,
@@ -84,7 +93,7 @@ def start(folder: Path, config: dict, *arguments: str, devices: int = 1, name: s
     }
     with (folder / f"{name}.out").open("w") as out, (folder / f"{name}.err").open("w") as err:
         return subprocess.Popen(
-            [sys.executable, *(["-c", program] if program else ["-m", "levanter.main.train_lm"]), "--config", f"{name}.yaml", *arguments],
+            [sys.executable, *(["-c", program] if program else ["-m", module]), "--config", f"{name}.yaml", *arguments],
             cwd=folder,
             env=environment,
             stdout=out,

@@ -14,13 +14,6 @@ import stock
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mains")
-    stock.write_workspace(folder)
-    return folder
-
-
 def config(run, optimizer=None, **trainer):
     config = stock.config({"type": "mars-adamw", "learning_rate": 3e-3, "warmup": 4, **(optimizer or {})})
     config["trainer"] |= {"id": run, **trainer}

@@ -12,13 +12,6 @@ import stock
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bad")
-    stock.write_workspace(folder)
-    return folder
-
-
 def config(run, optimizer, *, steps=poison.STEPS, seed=0, z_loss_weight=0.0, **trainer):
     config = stock.config({"learning_rate": 3e-3, "warmup": 5, **optimizer})
     config["trainer"] |= {"num_train_steps": steps, "id": run, "seed": seed, **trainer}

@@ -27,13 +27,6 @@ def config(kind, run):
     return config
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("meshes")
-    stock.write_workspace(folder)
-    return folder
-
-
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_losses_are_those_of_the_uninterrupted_run(kind, folder):
     runs = folder / "checkpoints"

@@ -37,13 +37,6 @@ KILLS = {
 """The moment of the kill: before anything of the second checkpoint is written, before its list of arrays is, before it counts."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("resume")
-    stock.write_workspace(folder)
-    return folder
-
-
 def config(optimizer, run):
     config = stock.config({"learning_rate": 3e-3, "warmup": 5, **optimizer})
     config["trainer"] |= {"num_train_steps": STEPS, "id": run}

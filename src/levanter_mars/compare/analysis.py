@@ -103,8 +103,8 @@ class Analysis:
 
 
 def analyze(records: Sequence[Record], baseline: str, order: Sequence[str], seeds: Sequence[int] | None = None) -> Analysis:
-    """Compares optimizers, in the given order, each at the learning rate that is best over the seeds
-    that choose, with all seeds of that rate.
+    """Compares optimizers, in the given order, each at the learning rate that is best over the seeds that choose,
+    with all seeds of that rate.
 
     Args:
         seeds: that choose the rate; None for all that all of an optimizer's rates have.

@@ -42,12 +42,13 @@ def make_plan(study: StudyConfig, records: Sequence[Record], data: str = "") -> 
     runs = [run(study, name, factor, seed, data) for seed in study.grid_seeds for name in study.optimizers for factor in factors[name]]
     other_seeds = study.seeds[len(study.grid_seeds) :]
     open_grids = {r.optimizer for r in runs if r.id not in known}
+    chosen = [name for name in study.optimizers if name not in open_grids] if other_seeds else []
+    of_all_seeds = {name: [run(study, name, factor, seed, data) for seed in study.seeds for factor in factors[name]] for name in chosen}
+    best = {name: best_rate([known[r.id] for r in of_all_seeds[name] if r.id in known], study.grid_seeds) for name in chosen}
     for seed in other_seeds:
-        for name in [name for name in study.optimizers if name not in open_grids]:
-            grid = [run(study, name, factor, seed, data) for factor in factors[name]]
-            best = best_rate([known[id] for id in _ids(study, name, factors[name], data) if id in known], study.grid_seeds)
+        for name in chosen:
             # A rate that was the best until it diverged with one of these seeds stays in the study.
-            runs += [r for r in grid if r.id in known or r.learning_rate == best]
+            runs += [r for r in of_all_seeds[name] if r.seed == seed and (r.id in known or r.learning_rate == best[name])]
     return Plan(runs, [r for r in runs if r.id not in known], len(runs) + len(other_seeds) * len(open_grids))
 
 
@@ -68,11 +69,6 @@ def grid_of(study: StudyConfig, optimizer: str, known: Mapping[str, Record], dat
             else:
                 factors.append(factors[-1] ** 2 / factors[-2])
     return factors
-
-
-def _ids(study: StudyConfig, optimizer: str, factors: Sequence[float], data: str) -> list[str]:
-    """Of an optimizer's runs with every factor and every seed."""
-    return [run(study, optimizer, factor, seed, data).id for seed in study.seeds for factor in factors]
 
 
 def run(study: StudyConfig, optimizer: str, factor: float, seed: int, data: str = "") -> Run:

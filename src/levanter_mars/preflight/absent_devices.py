@@ -38,7 +38,8 @@ def absent_devices(devices: Sequence[Any]) -> Generator[list[str]]:
             f"the blocks of the cross entropy's kernel {impl_name} are the ones that Levanter infers; the run takes others if these do not "
             "compile on the device or if its autotune cache has some"
         )
-        notes.extend({note}.difference(notes))
+        if note not in notes:
+            notes.append(note)
         return inferred
 
     platform = devices[0].platform

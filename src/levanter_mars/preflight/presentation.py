@@ -79,7 +79,7 @@ def memory_figure(reports: Sequence[Report]) -> Figure:
         sizes = [report.memory.get(part, 0) / GIB for report in reports]
         axes.bar(names, sizes, bottom=bottoms, width=0.6, label=part, color=color)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
-    axes.axhline(min(report.capacity for report in reports) / GIB, color="black", linestyle="--", label="capacity")
+    axes.axhline(reports[0].capacity / GIB, color="black", linestyle="--", label="capacity")
     axes.set_ylabel(f"GiB of one {_device(reports[0])}")
     axes.set_title(reports[0].topology.name + (" (estimate)" if reports[0].is_estimate else ""))
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)

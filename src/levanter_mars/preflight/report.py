@@ -141,7 +141,7 @@ def preflight(config: TrainLmConfig, topology: Topology, devices: Sequence[Any],
     work: dict[str, Any] = {}
     if compiled is None:
         assert refused is not None
-        total, capacity = refused
+        total, _ = refused
         memory[TEMPORARIES] = max(total - sum(memory.values()), 0.0)
     else:
         statistics: Any = compiled.memory_analysis()
