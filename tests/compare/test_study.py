@@ -70,3 +70,11 @@ def test_config(path):
     for run in runs:
         assert {key: run.document["optimizer"][key] for key in config.schedule} == config.schedule
     assert {run.learning_rate for run in runs if run.optimizer == "adamw"} == {3e-3, 6e-3, 1.2e-2}
+
+
+def test_the_ablation_is_in_the_regime_of_the_study():
+    study, ablation = (yaml.safe_load((CONFIGS[0].parent / name).read_text()) for name in ("compare_nano.yaml", "compare_nano_ablation.yaml"))
+    differ = {key for key in study.keys() | ablation.keys() if study.get(key) != ablation.get(key)}
+    assert differ == {"results", "baseline", "optimizers"}
+    for name in ("adamw", "mars-adamw"):
+        assert ablation["optimizers"][name] == study["optimizers"][name]
