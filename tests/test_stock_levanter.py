@@ -71,6 +71,15 @@ def test_adam_trains_as_it_does_without_us(one_device):
 EXACT = {**MARS, "exact": True, "diagnostics_every": 4}
 
 
+def test_without_what_is_ours_it_trains_as_levanters_adam_does(one_device):
+    rate = {"learning_rate": 6e-3, "weight_decay": 0.1, "warmup": 5}
+    same = {"gamma": 0, "correction_clip": None, "beta1": 0.9, "beta2": 0.95, "optimize_1d": True}
+    for name, optimizer in (("levanters-adam", {"type": "adam"}), ("as-adam", {"type": "mars-adamw", **same})):
+        process = stock.start(one_device, stock.config(optimizer | rate), name=name)
+        assert_finished(stock.finish(process), one_device, name)
+    np.testing.assert_allclose(stock.losses(one_device, "as-adam"), stock.losses(one_device, "levanters-adam"), atol=1e-5, rtol=0)
+
+
 def test_the_exact_form_with_accumulation_trains_as_without(one_device):
     """Eight examples a device at a time on one device, sixteen on eight: through the stock command, which asks nothing of the user."""
     accumulating = stock.config(EXACT)

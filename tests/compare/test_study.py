@@ -73,7 +73,8 @@ def test_config(path):
 
 
 def test_the_ablation_is_in_the_regime_of_the_study():
-    study, ablation = (yaml.safe_load((CONFIGS[0].parent / name).read_text()) for name in ("compare_nano.yaml", "compare_nano_ablation.yaml"))
+    folder = CONFIGS[0].parent
+    study, ablation = (yaml.safe_load((folder / name).read_text()) for name in ("compare_nano.yaml", "compare_nano_ablation.yaml"))
     differ = {key for key in study.keys() | ablation.keys() if study.get(key) != ablation.get(key)}
     assert differ == {"results", "baseline", "optimizers"}
     for name in ("adamw", "mars-adamw"):
