@@ -35,8 +35,8 @@ BASELINE = [
 OTHER = [
     record("mars", 1e-2, 0, [4.8, 4.05, 3.8], state_bytes=120, step_seconds=0.75),
     record("mars", 1e-2, 1, [4.8, 4.15, 4.1], state_bytes=120, step_seconds=0.625),
-    record("mars", 2e-2, 0, state_bytes=120),
-    record("mars", 2e-2, 1, [5.0, 4.0, 3.0], state_bytes=120),
+    record("mars", 2e-2, 0, state_bytes=120, step_seconds=0.25),
+    record("mars", 2e-2, 1, [5.0, 4.0, 3.0], state_bytes=120, step_seconds=0.5625),
 ]
 
 

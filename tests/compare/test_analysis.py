@@ -5,7 +5,7 @@ import math
 import pytest
 from comparisons import BASELINE, OTHER, record
 
-from levanter_mars.compare.analysis import Timing, analyze
+from levanter_mars.compare.analysis import Timing, Timings, analyze
 
 
 def test_each_at_its_best_rate():
@@ -30,7 +30,18 @@ def test_curves_and_times():
     curve = analysis.curves[1]
     assert (curve.optimizer, curve.steps, curve.lowest, curve.highest) == ("mars", (10, 20, 30), (4.8, 4.05, 3.8), (4.8, 4.15, 4.1))
     assert curve.mean == pytest.approx((4.8, 4.1, 3.95))
-    assert analysis.timings == [Timing("adamw", 0.5, 0.5, 1), Timing("mars", 0.625, 0.75, 1)]
+    # Of every rate, but not of a run that diverged.
+    assert analysis.timings == Timings([Timing("adamw", 0.5, 0.5), Timing("mars", 0.5625, 0.75)], None, 0)
+
+
+def test_times_are_compared_on_one_machine():
+    def timed(optimizer, seed, machine, seconds):
+        return record(optimizer, 1e-3, seed, [5.0, 4.0], step_seconds=seconds, made_by={"machine": machine})
+
+    fast = [timed("adamw", seed, "fast", 0.1) for seed in range(3)]
+    slow = [timed("adamw", 3, "slow", 0.5), timed("mars", 3, "slow", 0.75)]
+    analysis = analyze(fast + slow, "adamw", ["adamw", "mars"])
+    assert analysis.timings == Timings([Timing("adamw", 0.5, 0.5), Timing("mars", 0.75, 0.75)], "slow", 3)
 
 
 def test_what_a_reader_must_know():

@@ -70,13 +70,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Timing:
-    """One optimizer's step, at its best rate; see `Record.step_seconds`."""
+    """One optimizer's step, over all its runs that came to the end, because the rate makes no difference; see `Record.step_seconds`."""
 
     optimizer: str
     step_seconds: float
     """The least of the runs."""
     highest: float
-    machines: int
+
+
+@dataclass(frozen=True)
+class Timings:
+    """On the kind of machine that timed the most optimizers, because times on two machines cannot be compared."""
+
+    rows: list[Timing]
+    machine: str | None
+    """None where no run says what made it."""
+    elsewhere: int
+    """Runs whose times were left out."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ class Analysis:
     steps: int
     tokens_per_step: int
     rows: list[Row]
-    timings: list[Timing]
+    timings: Timings
     curves: list[Curve]
     notes: list[str]
     """What a reader must know before believing the table."""
@@ -134,7 +144,7 @@ def analyze(records: Sequence[Record], baseline: str, order: Sequence[str], seed
         steps=finished[0].steps,
         tokens_per_step=finished[0].tokens_per_step,
         rows=rows,
-        timings=[_timing(name, runs) for name, runs in best.items() if any(run.step_seconds is not None for run in runs)],
+        timings=_timings(finished, list(groups)),
         curves=[mean_curve(name, runs) for name, runs in best.items() if runs],
         notes=[*_start_notes(records), *_seed_notes(rows), *(note for row in rows for note in _row_notes(row, baseline))],
     )
@@ -182,9 +192,17 @@ def _row(name: str, records: Sequence[Record], best: Sequence[Record], baseline:
     )
 
 
-def _timing(name: str, runs: Sequence[Record]) -> Timing:
-    seconds = [run.step_seconds for run in runs if run.step_seconds is not None]
-    return Timing(name, min(seconds), max(seconds), len({str(run.made_by.get("machine")) for run in runs}))
+def _timings(finished: Sequence[Record], order: Sequence[str]) -> Timings:
+    times: dict[str | None, dict[str, list[float]]] = {}
+    for run in finished:
+        if run.step_seconds is not None:
+            times.setdefault(run.made_by.get("machine"), {}).setdefault(run.optimizer, []).append(run.step_seconds)
+    runs = {machine: sum(map(len, of_machine.values())) for machine, of_machine in times.items()}
+    # Among machines with equally many optimizers, the one with the most runs.
+    machine = max(times, key=lambda machine: (len(times[machine]), runs[machine], str(machine)), default=None)
+    seconds = times.get(machine, {})
+    rows = [Timing(name, min(seconds[name]), max(seconds[name])) for name in order if name in seconds]
+    return Timings(rows, machine, sum(runs.values()) - runs.get(machine, 0))
 
 
 def spread_of(values: Sequence[float]) -> float | None:

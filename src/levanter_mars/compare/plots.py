@@ -23,7 +23,7 @@ def loss_curves(analysis: Analysis) -> bytes:
 
 def loss_against_time(analysis: Analysis) -> bytes:
     """Steps times the time a step: what the machine did besides, evaluations and compilation are not in it."""
-    seconds = {timing.optimizer: timing.step_seconds for timing in analysis.timings}
+    seconds = {timing.optimizer: timing.step_seconds for timing in analysis.timings.rows}
     return _curves(analysis, lambda step, name: step * seconds[name] / 60 if name in seconds else math.nan, "minutes of training steps")
 
 

@@ -100,18 +100,20 @@ def rate_table(analysis: Analysis) -> Table:
 
 
 def time_table(analysis: Analysis) -> Table:
-    base = next((t.step_seconds for t in analysis.timings if t.optimizer == analysis.baseline), None)
+    base = next((t.step_seconds for t in analysis.timings.rows if t.optimizer == analysis.baseline), None)
     rows = [
         [t.optimizer, f"{t.step_seconds * 1000:,.1f}", NONE if base is None else f"{t.step_seconds / base:.2f}", f"{t.highest * 1000:,.1f}"]
-        for t in analysis.timings
+        for t in analysis.timings.rows
     ]
-    machines = max((t.machines for t in analysis.timings), default=1)
     caption = (
-        "Milliseconds that a tenth of a run's steps stay below, at the best learning rate: the least of the seeds, its ratio to "
-        f"{analysis.baseline}'s, and the most. These are measured, so they differ from one run of the study to the next."
+        "Milliseconds that a tenth of a run's steps stay below: the least of an optimizer's runs, its ratio to "
+        f"{analysis.baseline}'s, and the most. These are measured, so they differ from one run of the study to the next, and with what "
+        "else the machine did."
     )
-    if machines > 1:
-        caption += f" The runs were made on up to {machines} kinds of machine."
+    if analysis.timings.machine is not None:
+        caption += f" The machine: {analysis.timings.machine}."
+    if analysis.timings.elsewhere:
+        caption += f" The times of {analysis.timings.elsewhere} runs on other kinds of machine are left out."
     return Table("Time a step", caption, ("optimizer", "time a step, ms", f"÷ {analysis.baseline}", "slowest run, ms"), rows)
 
 

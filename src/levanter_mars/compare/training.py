@@ -132,7 +132,12 @@ def record_of(run: Run, log: TrainingLog, has_diverged: bool, state_bytes: int |
 def environment() -> dict[str, Any]:
     """What may change a run's numbers in their last digits, or its time."""
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
-    return {"machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {processor()}", "python": platform.python_version(), **versions}
+    return {"machine": f"{platform.machine()}, {usable_cpus()} CPUs, {processor()}", "python": platform.python_version(), **versions}
+
+
+def usable_cpus() -> int:
+    """By this process, where the system can tell: a run that is pinned to one CPU takes longer."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
