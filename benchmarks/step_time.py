@@ -24,8 +24,8 @@ from levanter.main.train_lm import TrainLmConfig
 from levanter.tracker import NoopConfig
 from levanter.trainer import Trainer, TrainerConfig
 
+from levanter_mars.compare.data import present_data
 from levanter_mars.compare.study import StudyConfig
-from levanter_mars.main.compare import standard_library
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Contender:
 @draccus.wrap()
 def main(config: BenchmarkConfig):
     study = draccus.parse(StudyConfig, config_path=config.study, args=[])
-    standard_library(study)
+    present_data(study)
     logging.disable(logging.INFO)
     configs = {name: study.train_config(name) for name in study.optimizers}
     with tempfile.TemporaryDirectory() as folder:

@@ -5,11 +5,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import scipy.stats
+
 from levanter_mars.compare.planning import best_rate, choosing_seeds, edge_of
 from levanter_mars.compare.records import Record, by_rate
 
-SAME_LOSS = 1e-3
-"""Losses of one model on one batch differ by less where two compiled programs round differently, nats a token."""
+SAME_LOSS = 2e-5
+"""Losses of one model on one batch differ by less where two compiled programs round differently in float32, nats a token. Without any
+training they are close to ln(vocabulary) whatever the weights and data are, so that little more tells two starts apart."""
+LIKELY_CHANCE = 0.05
+"""Probability of so large a difference where there is none, above which a reader is warned."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +125,15 @@ def analyze(records: Sequence[Record], baseline: str, order: Sequence[str], seed
         seeds: that choose the rate; None for all that all of an optimizer's rates have.
 
     Raises:
-        ValueError: runs differ in their number of steps or tokens, or the baseline has no run that ended.
+        ValueError: runs differ in their number of steps or tokens, or none came to its end.
     """
     groups = {name: [r for r in records if r.optimizer == name] for name in order}
     groups = {name: runs for name, runs in groups.items() if choosing_seeds(runs)}
     records = [r for runs in groups.values() for r in runs]
     best = {name: best_runs(runs, seeds) for name, runs in groups.items()}
-    if not best.get(baseline):
-        raise ValueError(f"no learning rate of the baseline {baseline} has ended, so there is nothing to compare with")
     finished = [r for r in records if not r.diverged]
+    if not finished:
+        raise ValueError(f"none of {len(records)} runs came to the end of its schedule, so there is nothing to compare")
     for record in finished:
         for what, value, wanted in (
             ("steps", record.steps, finished[0].steps),
@@ -138,7 +143,7 @@ def analyze(records: Sequence[Record], baseline: str, order: Sequence[str], seed
                 raise ValueError(
                     f"{record.id} has {value:,} {what} and {finished[0].id} has {wanted:,}; only runs with one schedule can be compared"
                 )
-    rows = [_row(name, runs, best[name], best[baseline], seeds) for name, runs in groups.items()]
+    rows = [_row(name, runs, best[name], best.get(baseline, []), seeds) for name, runs in groups.items()]
     return Analysis(
         baseline=baseline,
         steps=finished[0].steps,
@@ -146,7 +151,7 @@ def analyze(records: Sequence[Record], baseline: str, order: Sequence[str], seed
         rows=rows,
         timings=_timings(finished, list(groups)),
         curves=[mean_curve(name, runs) for name, runs in best.items() if runs],
-        notes=[*_start_notes(records), *_seed_notes(rows), *(note for row in rows for note in _row_notes(row, baseline))],
+        notes=[*_common_notes(records, rows, baseline), *(note for row in rows for note in _row_notes(row, baseline))],
     )
 
 
@@ -167,7 +172,7 @@ def mean_curve(name: str, runs: Sequence[Record]) -> Curve:
 def _row(name: str, records: Sequence[Record], best: Sequence[Record], baseline: Sequence[Record], seeds: Sequence[int] | None) -> Row:
     losses = {run.seed: run.final_loss for run in best}
     paired = [losses[run.seed] - run.final_loss for run in baseline if run.seed in losses] if best is not baseline else []
-    target = statistics.fmean(run.final_loss for run in baseline)
+    target = statistics.fmean(run.final_loss for run in baseline) if baseline else -math.inf
     curve = mean_curve(name, best)
     reached = next((step for step, loss in zip(curve.steps, curve.mean, strict=True) if loss <= target), None)
     choosing = choosing_seeds(records, seeds)
@@ -209,23 +214,38 @@ def spread_of(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
+def _common_notes(records: Sequence[Record], rows: Sequence[Row], baseline: str) -> list[str]:
+    notes = [*_start_notes(records), *_version_notes(records)]
+    if all(row.optimizer != baseline or row.loss is None for row in rows):
+        notes.append(f"Nothing is compared with {baseline}: no learning rate of it came to the end with every seed.")
+    if alone := [row.optimizer for row in rows if row.seeds == 1 and row.loss is not None]:
+        notes.append(f"One seed only, so nothing says how far another seed's loss would be: {', '.join(alone)}.")
+    if untuned := [row.optimizer for row in rows if len(row.rates) == 1]:
+        notes.append(f"One learning rate only, so nothing says whether another would be better: {', '.join(untuned)}.")
+    return notes
+
+
 def _start_notes(records: Sequence[Record]) -> list[str]:
-    """A difference here means that optimizers did not get the same weights and data."""
+    """A difference here means that runs did not get the same weights and data."""
     notes = []
     for seed in sorted({r.seed for r in records}):
-        losses = {r.optimizer: r.first_loss for r in records if r.seed == seed and r.first_loss is not None}
-        low, high = (choose(losses, key=losses.__getitem__, default=None) for choose in (min, max))
-        if low is not None and high is not None and losses[high] - losses[low] > SAME_LOSS:
+        losses = [(r.first_loss, r.id) for r in records if r.seed == seed and r.first_loss is not None]
+        (low, low_id), (high, high_id) = (choose(losses, default=(0.0, "")) for choose in (min, max))
+        if high - low > SAME_LOSS:
             notes.append(
-                f"Seed {seed}: the first batch's loss before any update is {losses[low]:.4f} with {low} and {losses[high]:.4f} "
-                f"with {high}: their runs did not start from the same weights and data."
+                f"Seed {seed}: the first batch's loss before any update is {low:.5f} in {low_id} and {high:.5f} in {high_id}. In float32 "
+                "they did not start from the same weights and data; where less is computed with, rounding may do this."
             )
     return notes
 
 
-def _seed_notes(rows: Sequence[Row]) -> list[str]:
-    alone = [row.optimizer for row in rows if row.seeds == 1 and row.loss is not None]
-    return [f"One seed only, so nothing says how far another seed's loss would be: {', '.join(alone)}."] if alone else []
+def _version_notes(records: Sequence[Record]) -> list[str]:
+    versions: dict[str, set[str]] = {}
+    for record in records:
+        for name, version in record.made_by.items():
+            versions.setdefault(name, set()).add(str(version))
+    mixed = {name: found for name, found in versions.items() if len(found) > 1 and name != "machine"}
+    return [f"The runs were made with several versions of {name}: {', '.join(sorted(found))}." for name, found in mixed.items()]
 
 
 def _row_notes(row: Row, baseline: str) -> list[str]:
@@ -237,10 +257,12 @@ def _row_notes(row: Row, baseline: str) -> list[str]:
     if row.edge is not None:
         where = {"low": "lowest", "high": "highest"}[row.edge]
         notes.append(f"{row.optimizer}: its best learning rate is the {where} of those tried; a better one may lie beyond.")
-    if row.difference is not None and row.difference_spread is not None:
-        error = row.difference_spread / math.sqrt(row.paired_seeds)
-        if abs(row.difference) < 2 * error:
+    if row.difference is not None and row.difference_spread:
+        t = row.difference / (row.difference_spread / math.sqrt(row.paired_seeds))
+        chance = 2 * scipy.stats.t.sf(abs(t), row.paired_seeds - 1)
+        if chance > LIKELY_CHANCE:
             notes.append(
-                f"{row.optimizer}: its difference to {baseline} is less than twice its standard error over {row.paired_seeds} seeds."
+                f"{row.optimizer}: its difference to {baseline} may be chance (p = {chance:.2f} in a paired t test over "
+                f"{row.paired_seeds} seeds)."
             )
     return notes

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from google.protobuf.message import DecodeError
 from wandb.proto.wandb_internal_pb2 import Record as WandbRecord  # pyrefly: ignore[missing-module-attribute]
 
 from levanter_mars.compare.records import Record, result_of
@@ -74,7 +75,7 @@ def read_points(path: Path) -> Iterator[Point]:
 
 def _json_points(path: Path) -> Iterator[Point]:
     for record in json_records(path.read_text(errors="replace").splitlines()):
-        if record["event"] == "log" and record["step"] is not None:
+        if record.get("event") == "log" and record.get("step") is not None:
             for metric, value in record["metrics"].items():
                 if isinstance(value, int | float):
                     yield Point(record["step"], metric, value)
@@ -95,7 +96,10 @@ def _tensorboard_points(path: Path) -> Iterator[Point]:
 
 def _wandb_points(path: Path) -> Iterator[Point]:
     for content in _leveldb_records(path.read_bytes()[WANDB_HEADER:]):
-        record = WandbRecord.FromString(content)
+        try:
+            record = WandbRecord.FromString(content)
+        except DecodeError:
+            raise ValueError(f"{path} is damaged: it holds a record that wandb did not write") from None
         for item in record.history.item:
             try:
                 value = float(json.loads(item.value_json))  # wandb writes values that are not finite as strings, "NaN"

@@ -42,26 +42,35 @@ def make_plan(study: StudyConfig, records: Sequence[Record], data: str = "") -> 
     runs = [run(study, name, factor, seed, data) for seed in study.grid_seeds for name in study.optimizers for factor in factors[name]]
     other_seeds = study.seeds[len(study.grid_seeds) :]
     open_grids = {r.optimizer for r in runs if r.id not in known}
-    chosen = [name for name in study.optimizers if name not in open_grids] if other_seeds else []
-    of_all_seeds = {name: [run(study, name, factor, seed, data) for seed in study.seeds for factor in factors[name]] for name in chosen}
-    best = {name: best_rate([known[r.id] for r in of_all_seeds[name] if r.id in known], study.grid_seeds) for name in chosen}
+    of_all_seeds = {
+        name: [run(study, name, factor, seed, data) for seed in study.seeds for factor in factors[name]] for name in study.optimizers
+    }
+    best = {
+        name: best_rate([known[r.id] for r in of_all_seeds[name] if r.id in known], study.grid_seeds)
+        for name in study.optimizers
+        if name not in open_grids
+    }
+    unnamed = 0
     for seed in other_seeds:
-        for name in chosen:
+        for name in study.optimizers:
             # A rate that was the best until it diverged with one of these seeds stays in the study.
-            runs += [r for r in of_all_seeds[name] if r.seed == seed and (r.id in known or r.learning_rate == best[name])]
-    return Plan(runs, [r for r in runs if r.id not in known], len(runs) + len(other_seeds) * len(open_grids))
+            of_seed = [r for r in of_all_seeds[name] if r.seed == seed and (r.id in known or r.learning_rate == best.get(name))]
+            runs += of_seed
+            unnamed += name in open_grids and not of_seed
+    return Plan(runs, [r for r in runs if r.id not in known], len(runs) + unnamed)
 
 
 def grid_of(study: StudyConfig, optimizer: str, known: Mapping[str, Record], data: str) -> list[float]:
     """The factors of an optimizer: extended whenever, with the seeds whose runs are all there, the best of them is at an edge."""
     factors = list(study.learning_rate_factors)
     most = len(factors) + study.max_extensions
-    for count in range(1, len(study.grid_seeds) + 1):
+    # By ever more of the seeds that choose, then by all, because the best rate may diverge with one that does not.
+    for seeds in [*(study.grid_seeds[:count] for count in range(1, len(study.grid_seeds) + 1)), study.seeds]:
         while True:
-            grid = [run(study, optimizer, factor, seed, data).id for seed in study.grid_seeds[:count] for factor in factors]
-            if not all(id in known for id in grid):
+            grid = [run(study, optimizer, factor, seed, data) for seed in seeds for factor in factors]
+            if not all(r.id in known for r in grid if r.seed in study.grid_seeds):
                 return factors
-            edge = edge_of([known[id] for id in grid])
+            edge = edge_of([known[r.id] for r in grid if r.id in known], study.grid_seeds)
             if edge is None or len(factors) == most:
                 break
             if edge == "low":

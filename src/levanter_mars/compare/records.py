@@ -39,7 +39,7 @@ class Record:
     """Steps with a finite loss."""
     tokens_per_step: int
     first_loss: float | None
-    """Training loss of the first batch before any update, the same for all optimizers of a seed; None if it is not finite."""
+    """Training loss of the first batch before any update, the same for all optimizers of a seed; None if it is not finite or not known."""
     evaluations: tuple[Evaluation, ...]
     step_seconds: float | None
     """That a tenth of the run's steps stay below, as the trainer measured them: what else a machine does at times has no weight."""
@@ -60,15 +60,16 @@ def result_of(log: TrainingLog, has_diverged: bool) -> dict[str, Any]:
     Args:
         has_diverged: whether it is known to have; a loss in the log that is not finite says so too.
     """
-    losses = [log.train_loss[step] for step in sorted(log.train_loss)]
-    finite_steps = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+    # Not every Levanter logs every step.
+    not_finite = min((step for step, loss in log.train_loss.items() if not math.isfinite(loss)), default=None)
+    first_loss = log.train_loss.get(0, math.nan)
     last_held_out = log.held_out_loss.get(max(log.held_out_loss, default=-1), math.nan)
     tokens = [log.tokens_per_second[step] * log.step_seconds[step] for step in log.tokens_per_second]
     return {
-        "diverged": has_diverged or finite_steps < len(losses) or not math.isfinite(last_held_out),
-        "steps": finite_steps,
+        "diverged": has_diverged or not_finite is not None or not math.isfinite(last_held_out),
+        "steps": max(log.train_loss, default=-1) + 1 if not_finite is None else not_finite,
         "tokens_per_step": round(statistics.median(tokens)) if tokens else 0,
-        "first_loss": losses[0] if finite_steps else None,
+        "first_loss": first_loss if math.isfinite(first_loss) else None,
         "evaluations": evaluations_of(log),
         "step_seconds": round(float(np.quantile(list(log.step_seconds.values()), 0.1)), 6) if log.step_seconds else None,
     }
@@ -102,7 +103,9 @@ def read_records(path: Path) -> list[Record]:
             fields["evaluations"] = tuple(Evaluation(*e) for e in fields["evaluations"])
             records.append(Record(**fields))
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"line {number} of {path} is no record of a run ({error}); remove the line to run it again") from None
+            raise ValueError(
+                f"line {number} of {path} is no record of a run ({error}); remove the line, and the run is made again or read from its log"
+            ) from None
     return records
 
 

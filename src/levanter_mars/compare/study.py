@@ -118,6 +118,7 @@ class StudyConfig:
                 )
             if not run.path.exists():
                 raise ValueError(f"existing: {run.path} does not exist")
+        self._check_seeds_of_existing()
         factors = self.learning_rate_factors
         if len(factors) < 2 or factors[0] <= 0 or any(a >= b for a, b in itertools.pairwise(factors)):
             raise ValueError(f"learning_rate_factors is {list(factors)}; it must be at least two increasing numbers above 0")
@@ -130,6 +131,13 @@ class StudyConfig:
         _refuse(self.schedule, set(self.schedule) - SCHEDULE_FIELDS, "schedule", f"it may have {', '.join(sorted(SCHEDULE_FIELDS))}")
         if self.optimizers:
             self._check_train()
+        if self.standard_library_vocab is not None:
+            tokenizer = (self.train.get("data") or {}).get("tokenizer")
+            if not isinstance(tokenizer, str) or Path(tokenizer).name != "tokenizer" or not Path(tokenizer).parent.name:
+                raise ValueError(
+                    f"train.data.tokenizer is {tokenizer!r}; with standard_library_vocab it must be CORPUS/tokenizer, where CORPUS is the "
+                    "folder that the corpus is built in"
+                )
         for name, block in self.optimizers.items():
             if not NAME.fullmatch(name):
                 raise ValueError(f"optimizers has the name {name!r}; it must be letters, digits, dots, dashes and underscores")
@@ -141,8 +149,24 @@ class StudyConfig:
             except (ValueError, DraccusException) as error:
                 raise ValueError(f"optimizers.{name}: {error}") from None
 
+    def _check_seeds_of_existing(self) -> None:
+        seeds: dict[str, dict[float, set[int]]] = {}
+        for run in self.existing:
+            of_rate = seeds.setdefault(run.optimizer, {}).setdefault(run.learning_rate, set())
+            if run.seed in of_rate:
+                raise ValueError(
+                    f"existing: {run.optimizer} has two runs with learning_rate {run.learning_rate:g} and seed {run.seed}; "
+                    "a seed must say which weights and data order a run had"
+                )
+            of_rate.add(run.seed)
+        for name, rates in seeds.items():
+            if not set.intersection(*rates.values()):
+                raise ValueError(
+                    f"existing: no seed is common to all learning rates of {name}; one must be, for the best rate to be chosen"
+                )
+
     def _check_train(self) -> None:
-        trainer = self.train.get("trainer", {})
+        trainer = self.train.get("trainer") or {}
         _refuse(self.train, {"optimizer", "data_seed"} & set(self.train), "train", "the study sets it")
         _refuse(trainer, {"seed", "id", "log_dir", "jax_compilation_cache_dir"} & set(trainer), "train.trainer", "the study sets it")
         if not isinstance(draccus.decode(TrainLmConfig, self.train).trainer.tracker, JsonLoggerConfig):

@@ -39,12 +39,13 @@ class RunFailed(Exception):
     """A run ended without a result that could be recorded."""
 
 
-def run_study(study: StudyConfig, data: str, state_bytes: Callable[[str], int | None]) -> list[str]:
+def run_study(study: StudyConfig, data: str, state_bytes: Callable[[str], int | None], lock: int) -> list[str]:
     """Makes all runs that have no record yet, and those that the results then ask for.
 
     Args:
         data: identifies the data, see `make_plan`.
         state_bytes: of an optimizer, by name; None if it is not known.
+        lock: of `study_lock`.
 
     Returns:
         A sentence for each optimizer whose runs were given up because one of them failed.
@@ -52,7 +53,7 @@ def run_study(study: StudyConfig, data: str, state_bytes: Callable[[str], int | 
     path = study.results / RECORDS
     failures: dict[str, str] = {}
     steps = study.train_config(next(iter(study.optimizers))).trainer.num_train_steps
-    with study_lock(study.work) as lock, progress_bar() as bar:
+    with progress_bar() as bar:
         plan = make_plan(study, read_records(path), data)
         bar.initial = steps * (len(plan.runs) - len(plan.pending))
         while pending := [run for run in plan.pending if run.optimizer not in failures]:
@@ -76,6 +77,7 @@ def train(run: Run, work: Path, lock: int, steps: int, state_bytes: int | None, 
 
     Raises:
         RunFailed: it ended neither with all of its steps nor with a loss that is not finite.
+        ValueError: it ended without a held-out loss, as every run of the study would.
     """
     folder = work / run.id
     log_path = folder / f"{run.id}.log.log"  # Levanter appends the suffix twice.
@@ -97,6 +99,8 @@ def train(run: Run, work: Path, lock: int, steps: int, state_bytes: int | None, 
                 raise
     log = read_training_log(log_path)
     has_diverged = output.exists() and DIVERGED.search(output.read_text(errors="replace")) is not None
+    if log.has_ended and steps - 1 in log.train_loss and steps - 1 not in log.held_out_loss:
+        raise ValueError(f"Run {run.id} came to its end without a held-out loss; train.data must have a validation set")
     if not (has_diverged or log.is_complete(steps)):
         raise RunFailed(f"Run {run.id} failed, and the other runs of {run.optimizer} are given up; what it said is in {output}")
     return record_of(run, log, has_diverged, state_bytes)

@@ -10,7 +10,6 @@ import functools
 import logging
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import levanter.config
@@ -20,15 +19,15 @@ import rich.table
 from draccus.utils import DraccusException
 
 from levanter_mars.compare.analysis import analyze
+from levanter_mars.compare.data import Data, keep_data, kept_data
 from levanter_mars.compare.existing import read_existing
 from levanter_mars.compare.planning import make_plan
 from levanter_mars.compare.presentation import Table
 from levanter_mars.compare.records import Record, read_records
 from levanter_mars.compare.report import PAGE, write_report
 from levanter_mars.compare.study import StudyConfig
-from levanter_mars.compare.training import RECORDS, end_on_signals, run_study
+from levanter_mars.compare.training import RECORDS, end_on_signals, run_study, study_lock
 from levanter_mars.explanation import explain, trainable_shapes
-from levanter_mars.quickstart.corpus_folder import Manifest, ensure_corpus
 
 SHOWN = (0, 1, 4, 5, 6)
 """Columns of the first table that are shown at the end."""
@@ -37,23 +36,23 @@ SHOWN = (0, 1, 4, 5, 6)
 def compare(study: StudyConfig) -> None:
     # Before hours of training: what was made elsewhere must be there and be complete.
     existing = [read_existing(run) for run in study.existing]
-    corpus = standard_library(study)
-    data = corpus.digest if corpus else ""
     failures = []
     if study.optimizers and not study.only_report:
-        failures = run_study(study, data, functools.cache(lambda optimizer: state_bytes(study, optimizer)))
-    facts = [f"The unigram entropy of the training text is {corpus.unigram_entropy:.3f}."] if corpus else []
-    report(study, data, existing, facts)
+        with study_lock(study.work) as lock:
+            data = keep_data(study)
+            failures = run_study(study, data.digest, functools.cache(lambda optimizer: state_bytes(study, optimizer)), lock)
+    report(study, existing)
     if failures:
         sys.exit("\n".join(failures))
 
 
-def report(study: StudyConfig, data: str, existing: Sequence[Record], facts: Sequence[str] = ()) -> None:
-    """Writes tables, plots and page of the runs that there are, introduced by `facts`."""
-    kept = read_records(study.results / RECORDS)
-    plan = make_plan(study, kept, data)
-    wanted = {run.id for run in plan.runs}
-    records = [record for record in kept if record.id in wanted]
+def report(study: StudyConfig, existing: Sequence[Record]) -> None:
+    """Writes tables, plots and page of the runs that there are. It needs the results folder alone."""
+    data = kept_data(study) or Data("", None)
+    # Once each, even if the file was merged from two that share runs.
+    kept = {record.id: record for record in read_records(study.results / RECORDS)}
+    plan = make_plan(study, list(kept.values()), data.digest)
+    records = [kept[run.id] for run in plan.runs if run.id in kept]
     introduction = [f"{len(records)} runs over the seeds {', '.join(map(str, study.seeds))}."] if plan.runs else []
     if plan.runs and len(study.grid_seeds) < len(study.seeds):
         introduction.append(f"Learning rates were chosen with the seeds {', '.join(map(str, study.grid_seeds))} alone.")
@@ -65,7 +64,8 @@ def report(study: StudyConfig, data: str, existing: Sequence[Record], facts: Seq
         introduction.append(f"{other} runs in {RECORDS} belong to another config or another corpus and are left out.")
     if not records and not existing:
         raise ValueError(f"there is nothing to report: {study.results / RECORDS} holds no run of this study. {' '.join(introduction[1:])}")
-    introduction += facts
+    if data.corpus is not None:
+        introduction.append(f"The unigram entropy of the training text is {data.corpus.unigram_entropy:.3f}.")
     order = list(dict.fromkeys([*study.optimizers, *(r.optimizer for r in existing)]))
     analysis = analyze([*records, *existing], study.baseline, order, study.grid_seeds)
     study.results.mkdir(parents=True, exist_ok=True)
@@ -82,14 +82,6 @@ def terminal_table(table: Table) -> rich.table.Table:
     for row in table.rows:
         shown.add_row(*(row[index] for index in SHOWN))
     return shown
-
-
-def standard_library(study: StudyConfig) -> Manifest | None:
-    """The corpus of Python's standard library, built if the study asks for it."""
-    if study.standard_library_vocab is None:
-        return None
-    folder = Path(study.train["data"]["tokenizer"]).parent
-    return ensure_corpus(folder, study.standard_library_vocab)
 
 
 def state_bytes(study: StudyConfig, optimizer: str) -> int | None:
@@ -111,7 +103,8 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit("\nInterrupted. The same command goes on where this one stopped.")
     except (DraccusException, ValueError) as error:
-        sys.exit(str(error))
+        # draccus says where a YAML is wrong in the exception that its own came from.
+        sys.exit(": ".join(dict.fromkeys(str(e) for e in (error, error.__cause__) if e is not None and str(e))))
     except OSError as error:
         sys.exit(f"{type(error).__name__}: {error}")
 
