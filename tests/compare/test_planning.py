@@ -127,6 +127,8 @@ def test_the_best_rate_that_diverges_with_another_seed_stays_and_the_next_best_t
         (2e-3, 1, False),
         (2e-3, 2, False),
     ]
+    # 2e-3 was at the edge then, so a rate was added before it was run with the other seeds.
+    assert tried(records, "adamw") == [5e-4, 1e-3, 2e-3, 4e-3]
     assert {r.id for r in records} == {run.id for run in make_plan(config, records).runs}
 
 
