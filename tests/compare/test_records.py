@@ -40,7 +40,10 @@ def test_a_line_that_is_no_record_is_named(tmp_path):
     append_record(path, record("a"))
     with path.open("a") as file:
         file.write('{"id": "b"}\n')
-    with pytest.raises(ValueError, match=r"line 2 of .*runs\.jsonl is no record of a run .*; remove the line, and the run is made again or read from its log"):
+    with pytest.raises(
+        ValueError,
+        match=r"line 2 of .*runs\.jsonl is no record of a run .*; remove the line, and the run is made again or read from its log",
+    ):
         read_records(path)
 
 

@@ -50,6 +50,17 @@ def study(*path: str, value) -> StudyConfig:
         (["train", "trainer", "tracker"], {"type": "noop"}, "train.trainer.tracker.type must be json_logger"),
         (["existing"], [{"path": "nowhere", "optimizer": "x", "learning_rate": 1}], "existing: nowhere does not exist"),
         (["existing"], [{"path": ".", "optimizer": "mars", "learning_rate": 1}], "existing: . is named mars, as an optimizer of the study"),
+        (
+            ["existing"],
+            [{"path": ".", "optimizer": "x", "learning_rate": 1}] * 2,
+            "existing: x has two runs with learning_rate 1 and seed 0",
+        ),
+        (
+            ["existing"],
+            [{"path": ".", "optimizer": "x", "learning_rate": rate, "seed": rate} for rate in (1, 2)],
+            "existing: no seed is common to all learning rates of x",
+        ),
+        (["train", "data", "tokenizer"], "gpt2", "train.data.tokenizer is 'gpt2'; with standard_library_vocab it must be CORPUS/tokenizer"),
     ],
 )
 def test_a_value_that_makes_no_study(path, value, sentence):
