@@ -60,7 +60,7 @@ def study(*path: str, value) -> StudyConfig:
             [{"path": ".", "optimizer": "x", "learning_rate": rate, "seed": rate} for rate in (1, 2)],
             "existing: no seed is common to all learning rates of x",
         ),
-        (["train", "data", "tokenizer"], "gpt2", "train.data.tokenizer is 'gpt2'; with standard_library_vocab it must be CORPUS/tokenizer"),
+        (["standard_library_vocab"], 300, "train.data.tokenizer is None; with standard_library_vocab it must be CORPUS/tokenizer"),
     ],
 )
 def test_a_value_that_makes_no_study(path, value, sentence):
