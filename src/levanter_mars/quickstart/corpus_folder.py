@@ -52,8 +52,13 @@ def ensure_corpus(folder: Path, vocab_size: int) -> Manifest:
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     manifest = write_corpus(unfinished, standard_library_corpus(), vocab_size)
-    shutil.rmtree(folder, ignore_errors=True)
+    # Moved away before it is removed: what a killed removal left would be taken for something that is not ours.
+    outdated = folder.with_name(folder.name + ".outdated")
+    shutil.rmtree(outdated, ignore_errors=True)
+    if folder.exists():
+        folder.rename(outdated)
     unfinished.rename(folder)
+    shutil.rmtree(outdated, ignore_errors=True)
     return manifest
 
 
