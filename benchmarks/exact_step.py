@@ -5,7 +5,6 @@
 Prints the median milliseconds of each and the median, over rounds, of their ratio. The exact form takes two gradients of a batch.
 """
 
-import statistics
 import time
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ import jax.random as jrandom
 from levanter.layers.attention import AttentionMask
 from levanter.models.gpt2 import Gpt2Config
 
+from benchmarks.rounds import median_milliseconds, median_ratio, timed_in_turn
 from levanter_mars import MarsAdamWConfig
 
 GPT2 = Gpt2Config(hidden_dim=256, num_layers=4, num_heads=4, max_seq_len=128, use_bias=False, gradient_checkpointing=False)
@@ -38,7 +38,7 @@ def loss_fn(params, static, tokens):
 
 
 class Contender:
-    def __init__(self, config: MarsAdamWConfig):
+    def __init__(self, config: MarsAdamWConfig, tokens):
         optimizer = config.build(1000)
         model = GPT2.build(Vocab, key=jrandom.PRNGKey(0))
         self._params, static = eqx.partition(model, eqx.is_inexact_array)
@@ -50,22 +50,22 @@ class Contender:
             return eqx.apply_updates(params, updates), state
 
         self._step = jax.jit(step, donate_argnums=(0, 1))
+        self._tokens = tokens
 
-    def seconds(self, tokens) -> float:
+    def seconds(self) -> float:
         start = time.perf_counter()
-        self._params, self._state = jax.block_until_ready(self._step(self._params, self._state, tokens))
+        self._params, self._state = jax.block_until_ready(self._step(self._params, self._state, self._tokens))
         return time.perf_counter() - start
 
 
 @draccus.wrap()
 def main(config: BenchmarkConfig):
     tokens = hax.random.randint(jrandom.PRNGKey(1), (Batch, GPT2.max_Pos), 0, Vocab.size)
-    contenders = {"approximate": Contender(MarsAdamWConfig()), "exact": Contender(MarsAdamWConfig(exact=True))}
-    rounds = [{name: contender.seconds(tokens) for name, contender in contenders.items()} for _ in range(config.rounds + 2)][2:]
+    contenders = {"approximate": Contender(MarsAdamWConfig(), tokens), "exact": Contender(MarsAdamWConfig(exact=True), tokens)}
+    rounds = timed_in_turn({name: contender.seconds for name, contender in contenders.items()}, config.rounds)
     for name in contenders:
-        milliseconds = 1e3 * statistics.median(times[name] for times in rounds)
-        ratio = statistics.median(times[name] / times["approximate"] for times in rounds)
-        print(f"{name:12} {milliseconds:8.1f} ms   {ratio:5.2f} x approximate")
+        ratio = median_ratio(rounds, name, "approximate")
+        print(f"{name:12} {median_milliseconds(rounds, name):8.1f} ms   {ratio:5.2f} x approximate")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ times are of runs that were made one after another, so what else the machine did
 
 import dataclasses
 import logging
-import random
-import statistics
 import tempfile
 import time
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from levanter.main.train_lm import TrainLmConfig
 from levanter.tracker import NoopConfig
 from levanter.trainer import Trainer, TrainerConfig
 
+from benchmarks.rounds import median_milliseconds, median_ratio, timed_in_turn
 from levanter_mars.compare.data import present_data
 from levanter_mars.compare.study import StudyConfig
 
@@ -73,16 +72,11 @@ def main(config: BenchmarkConfig):
         trainer_config = dataclasses.replace(configs[study.baseline].trainer, id="step_time", tracker=NoopConfig(), log_dir=Path(folder))
         trainer_config.initialize()
         contenders = {name: Contender(config, trainer_config) for name, config in configs.items()}
-    # In a new order every round, because what ran before leaves its mark on caches and on the allocator.
-    order = random.Random(0)
-    rounds = [
-        {name: contenders[name].seconds() for name in order.sample(list(contenders), len(contenders))} for _ in range(config.rounds + 2)
-    ][2:]
+    rounds = timed_in_turn({name: contender.seconds for name, contender in contenders.items()}, config.rounds)
     print(f"{config.rounds} rounds, {jax.devices()[0].device_kind}")
     for name in contenders:
-        milliseconds = 1e3 * statistics.median(times[name] for times in rounds)
-        ratio = statistics.median(times[name] / times[study.baseline] for times in rounds)
-        print(f"{name:20} {milliseconds:8.1f} ms   {ratio:5.2f} x {study.baseline}")
+        ratio = median_ratio(rounds, name, study.baseline)
+        print(f"{name:20} {median_milliseconds(rounds, name):8.1f} ms   {ratio:5.2f} x {study.baseline}")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ Ratios hold on a noisy machine; the absolute times are this machine's.
 """
 
 import json
-import random
-import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from levanter.optim.config import AdamConfig, LionConfig, OptimizerConfig
 from levanter.optim.mars import MarsConfig
 from levanter.optim.muon import MuonConfig
 
+from benchmarks.rounds import median_milliseconds, median_ratio, timed_in_turn
 from levanter_mars import MarsAdamWConfig, MarsLionConfig, MarsMConfig, MarsShampooConfig
 
 # Levanter's own mars calls this name, which JAX removed.
@@ -89,11 +88,7 @@ def main(config: BenchmarkConfig):
     gradients = optax.tree.scale(config.gradient_norm / optax.global_norm(gradients), gradients)
     contenders = {name: Contender(optimizer, params, gradients) for name, optimizer in OPTIMIZERS.items()}
 
-    # In a new order every round, because what ran before leaves its mark on caches and on the allocator.
-    order = random.Random(0)
-    rounds = [
-        {name: contenders[name].seconds() for name in order.sample(list(contenders), len(contenders))} for _ in range(config.rounds + 2)
-    ][2:]
+    rounds = timed_in_turn({name: contender.seconds for name, contender in contenders.items()}, config.rounds)
     document = {
         "parameters": sum(p.size for p in jax.tree.leaves(params)),
         "device": jax.devices()[0].device_kind,
@@ -102,9 +97,9 @@ def main(config: BenchmarkConfig):
         "rows": [
             {
                 "optimizer": name,
-                "milliseconds": 1e3 * statistics.median(times[name] for times in rounds),
-                "ratio_to_adamw": statistics.median(times[name] / times["adamw"] for times in rounds),
-                "ratio_to_lion": statistics.median(times[name] / times["lion"] for times in rounds),
+                "milliseconds": median_milliseconds(rounds, name),
+                "ratio_to_adamw": median_ratio(rounds, name, "adamw"),
+                "ratio_to_lion": median_ratio(rounds, name, "lion"),
             }
             for name in contenders
         ],
